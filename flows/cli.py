@@ -1,0 +1,314 @@
+"""`medusa`: the pipeline from a terminal. Parses, calls, prints; exit codes are 0, 1, 2 (input) and 130 (interrupted).
+
+Heavy imports happen inside the commands, so that `medusa --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+import flows  # noqa: F401  (sets the environment before anything reads it)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Make a language model answer faster without a second model (MEDUSA, arXiv 2401.10774).\n\n"
+    "`medusa run` takes a backbone and ends with trained heads, a tree chosen for this machine, a measured and "
+    "lossless speedup, and a registered version. `medusa generate` answers with it.\n\n"
+    "Start with `medusa run --plan`, which says what would happen and runs nothing.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measurements on prompts of your own.")
+registry_app = typer.Typer(no_args_is_help=True, help="Versions of heads and trees; `champion` is what is served.")
+app.add_typer(bench, name="bench")
+app.add_typer(registry_app, name="registry")
+
+out, err = Console(), Console(stderr=True)
+
+Root = Annotated[
+    Path | None, typer.Option("--root", help="Where everything lies; default $MEDUSA_ROOT or ./medusa-root.")
+]
+Config = Annotated[
+    str | None, typer.Option("--config", help="A YAML file, or the name of a recipe; default smollm2-135m.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key, e.g. `--set train.epochs=2`. Repeatable.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Model = Annotated[
+    str, typer.Option("--model", help="`champion`, `latest`, NAME/VERSION, or a directory that `heads/` lies in.")
+]
+
+
+@app.command()
+def run(
+    config: Config = None,
+    overrides: Overrides = None,
+    root: Root = None,
+    until: Annotated[str, typer.Option(help="Last stage to run.")] = "publish",
+    plan: Annotated[bool, typer.Option("--plan", help="Say what would run and what it costs; run nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the pipeline: backbone, prompts, distill, teacher, train, ranks, latency, tree, benchmark, publish.
+
+    What is already there is not done again; after a crash, run the same command.
+    """
+    from flows.config import load_config
+    from flows.plan import make_plan, print_plan
+    from flows.stages import STAGE_NAMES
+    from infra.errors import UserError
+
+    if until not in STAGE_NAMES:
+        raise UserError(f"--until {until!r} is no stage; the stages are {', '.join(STAGE_NAMES)}")
+    settings, place = load_config(config, overrides or []), _root(root)
+    if plan:
+        planned = make_plan(settings, place, until)
+        if as_json:
+            print(json.dumps(planned, indent=2))
+        else:
+            print_plan(planned, out)
+        return
+    _log_to_terminal()
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+    from flows.full_pipeline import check_prefect, medusa
+    from flows.summary import print_summary
+
+    check_prefect()
+    report = medusa(settings, root=str(place), until=until)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_summary(report, out)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    model: Model = "champion",
+    root: Root = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: int = 0,
+    backbone: Annotated[str | None, typer.Option(help="Another backbone to answer with; refused unless it is the "
+                                                      "one the heads belong to.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Leave the tree off.")] = False,
+) -> None:
+    """Answer one prompt with the accelerated engine, token by token, and say how fast it was."""
+    from flows.generate import stream_answer
+
+    stream_answer(
+        prompt,
+        model=model,
+        root=_root(root),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        backbone=backbone,
+        plain=plain,
+        console=err,
+    )
+
+
+@bench.command("decode")
+def bench_decode(
+    prompts: Annotated[Path, typer.Option(help="JSONL in MT-Bench's format: question_id, category, turns.")],
+    model: Model = "champion",
+    root: Root = None,
+    max_minutes: Annotated[float, typer.Option(help="For the timed part; prompts are stratified if it is short.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of every conversation.")] = 2,
+    dtype: str = "bfloat16",
+    compiled: Annotated[bool, typer.Option(help="Also transformers with a compiled static cache.")] = True,
+    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the report as a page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare engines on a prompt file, interleaved in one run, and prove in float32 that no token changed."""
+    from flows.bench import decode
+    from flows.summary import print_report
+
+    _log_to_terminal()
+    report = decode(
+        prompts,
+        model=model,
+        root=_root(root),
+        max_minutes=max_minutes,
+        max_new_tokens=max_new_tokens,
+        turns=turns,
+        dtype=dtype,
+        compiled=compiled,
+        threads=threads,
+    )
+    if html:
+        from tasks.report_html import render_report
+
+        html.write_text(render_report(report))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report, out)
+
+
+@app.command()
+def calibrate(
+    model: Model = "champion",
+    root: Root = None,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write the portfolio; default: into the root.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine's step times and choose trees for it from a version's ranks; nothing is trained."""
+    from flows.calibrate import calibrate_here
+    from flows.summary import print_portfolio
+
+    _log_to_terminal()
+    portfolio, path = calibrate_here(model, _root(root), overrides or [], output)
+    if as_json:
+        print(json.dumps(portfolio, indent=2))
+    else:
+        print_portfolio(portfolio, out)
+        out.print(f"written to {path}")
+
+
+@app.command("tree")
+def show_tree(
+    model: Model = "champion",
+    root: Root = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="The best tree of this size instead of the chosen.")] = None,
+    cartesian: Annotated[str | None, typer.Option(help="Widths such as 4,2,1: expectation of that tree.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a version's tree, or what another tree would be expected to give on its calibration data."""
+    from flows.calibrate import inspect_tree
+    from flows.summary import print_tree
+
+    entry = inspect_tree(model, _root(root), nodes, cartesian)
+    if as_json:
+        print(json.dumps(entry, indent=2))
+    else:
+        print_tree(entry, out)
+
+
+@app.command()
+def doctor(root: Root = None, as_json: AsJson = False) -> None:
+    """Say what this machine can do, and what would be skipped."""
+    from flows.doctor import examine, print_findings
+
+    findings = examine(_root(root))
+    if as_json:
+        print(json.dumps(findings, indent=2))
+    else:
+        print_findings(findings, out)
+
+
+@registry_app.command("list")
+def registry_list(root: Root = None, as_json: AsJson = False) -> None:
+    """List every registered version."""
+    from flows.registry_commands import list_versions
+
+    list_versions(_registry(root), out, as_json)
+
+
+@registry_app.command("show")
+def registry_show(reference: str, root: Root = None, as_json: AsJson = False) -> None:
+    """Show one version: its tags, files and figures."""
+    from flows.registry_commands import show_version
+
+    show_version(_registry(root), reference, out, as_json)
+
+
+@registry_app.command("diff")
+def registry_diff(first: str, second: str, root: Root = None, as_json: AsJson = False) -> None:
+    """Show what differs between two versions in configuration, accuracy, tree and speed."""
+    from flows.registry_commands import diff_versions
+
+    diff_versions(_registry(root), first, second, out, as_json)
+
+
+@registry_app.command("promote")
+def registry_promote(reference: str, root: Root = None) -> None:
+    """Make a version the champion, whatever the gate said."""
+    registry = _registry(root)
+    version = registry.promote(registry.get(reference))
+    out.print(f"{version.ref} is the champion of {version.model}")
+
+
+@registry_app.command("rollback")
+def registry_rollback(model: str, root: Root = None) -> None:
+    """Give the champion back to the version that the present one replaced."""
+    version = _registry(root).rollback(model)
+    out.print(f"{version.ref} is the champion of {version.model} again")
+
+
+def _registry(root: Path | None) -> Any:
+    from infra.registry import Registry
+
+    return Registry(_root(root), os.environ.get("MLFLOW_TRACKING_URI"))
+
+
+def _root(root: Path | None) -> Path:
+    return (root or Path(os.environ.get("MEDUSA_ROOT", "medusa-root"))).absolute()
+
+
+def _log_to_terminal() -> None:
+    handler = RichHandler(console=err, show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S")
+    from flows.run_directory import PACKAGES
+
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+
+
+def _user_fault(error: BaseException) -> str | None:
+    """The sentence to show if the user's input, or their disk, is at fault."""
+    from infra.errors import UserError
+    from medusa_core.errors import InputError
+
+    if isinstance(error, UserError | InputError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        place = error.filename or "the artifact root"
+        return (
+            f"no space left on the disk while writing {place} ({_free(place)}). Nothing finished was lost: free some "
+            "space, or give another --root, and run the same command again"
+        )
+    return None
+
+
+def _free(place: str) -> str:
+    path = Path(place)
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return f"{shutil.disk_usage(path).free / 2**20:.0f} MiB free there"
+
+
+def main() -> None:
+    """Runs the command line with the exit codes that others script against."""
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        err.print("interrupted; run the same command again to go on")
+        sys.exit(130)
+    except Exception as error:
+        if (sentence := _user_fault(error)) is None:
+            raise
+        err.print(f"error: {sentence}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

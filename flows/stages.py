@@ -1,0 +1,136 @@
+"""The DAG: which stage reads what, in order. Wiring only; the logic is in `tasks`.
+
+A stage has one part, or one per split; a part is an artifact. `Results` is what later stages read from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flows.config import RunConfig
+from infra.artifacts import Artifact
+from tasks.backbone import resolve_backbone
+from tasks.benchmark import benchmark
+from tasks.distill import distill
+from tasks.latency import latency
+from tasks.prompts import collect_prompts
+from tasks.ranks import ranks
+from tasks.stage import Context
+from tasks.teacher import teacher
+from tasks.train_medusa1 import train_medusa1
+from tasks.tree import tree
+
+Results = Mapping[str, Artifact]
+Build = Callable[["Run", Results], Artifact]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every stage of one run is given."""
+
+    config: RunConfig
+    context: Context
+    champion: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`parts` maps result names to what builds them; `reads` names the results they need."""
+
+    name: str
+    reads: tuple[str, ...]
+    parts: Mapping[str, Build]
+    timed: bool = field(default=False)
+
+
+def _distill(split: str) -> Build:
+    return lambda run, got: distill(
+        run.context, run.config.distill, backbone=got["backbone"], prompts=got["prompts"], split=split
+    )
+
+
+def _teacher(split: str) -> Build:
+    return lambda run, got: teacher(
+        run.context, run.config.teacher, backbone=got["backbone"], distill=got[f"distill/{split}"]
+    )
+
+
+def _train(run: Run, got: Results) -> Artifact:
+    return train_medusa1(
+        run.context,
+        run.config.train,
+        run.config.heads,
+        backbone=got["backbone"],
+        distill=got["distill/train"],
+        teacher=got["teacher/train"],
+        held_out_distill=got["distill/calibration"],
+        held_out_teacher=got["teacher/calibration"],
+    )
+
+
+def _ranks(run: Run, got: Results) -> Artifact:
+    return ranks(
+        run.context,
+        run.config.ranks,
+        backbone=got["backbone"],
+        heads=got["heads"],
+        distill=got["distill/calibration"],
+        teacher=got["teacher/calibration"],
+    )
+
+
+def _benchmark(run: Run, got: Results) -> Artifact:
+    return benchmark(
+        run.context,
+        run.config.benchmark,
+        backbone=got["backbone"],
+        prompts=got["prompts"],
+        heads=got["heads"],
+        tree=got["tree"],
+        champion=run.champion,
+    )
+
+
+SPLITS = ("train", "calibration")
+
+STAGES: tuple[Stage, ...] = (
+    Stage("backbone", (), {"backbone": lambda run, got: resolve_backbone(run.context.store, run.config.backbone)}),
+    Stage("prompts", (), {"prompts": lambda run, got: collect_prompts(run.context.store, run.config.prompts)}),
+    Stage("distill", ("backbone", "prompts"), {f"distill/{split}": _distill(split) for split in SPLITS}),
+    Stage(
+        "teacher",
+        ("backbone", *(f"distill/{split}" for split in SPLITS)),
+        {f"teacher/{split}": _teacher(split) for split in SPLITS},
+    ),
+    Stage(
+        "train-medusa1",
+        ("backbone", *(f"{kind}/{split}" for kind in ("distill", "teacher") for split in SPLITS)),
+        {"heads": _train},
+    ),
+    # train-medusa2 takes its place here: it reads "heads" and gives "heads" and a merged backbone.
+    Stage("ranks", ("backbone", "heads", "distill/calibration", "teacher/calibration"), {"ranks": _ranks}),
+    Stage(
+        "latency",
+        ("backbone", "heads"),
+        {
+            "latency": lambda run, got: latency(
+                run.context, run.config.latency, backbone=got["backbone"], heads=got["heads"]
+            )
+        },
+        timed=True,
+    ),
+    Stage(
+        "tree",
+        ("ranks", "latency"),
+        {
+            "tree": lambda run, got: tree(
+                run.context, run.config.tree, ranks=got["ranks"], latency=got["latency"]
+            )
+        },
+    ),
+    Stage("benchmark", ("backbone", "prompts", "heads", "tree"), {"benchmark": _benchmark}, timed=True),
+)
+
+# `publish` closes the run; it writes to the registry, not to the store.
+STAGE_NAMES = (*(stage.name for stage in STAGES), "publish")

@@ -1,0 +1,113 @@
+"""Ray: one cluster per run, and a map of shards over actors that survives their deaths.
+
+Knows nothing of what a shard is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infra.environment import quiet
+from infra.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_MAX_DEATHS = 3
+
+
+class Cluster:
+    """A Ray cluster that starts when first needed and is gone after `stop` (timed stages want nothing else alive)."""
+
+    def __init__(self, address: str | None = None, *, cpus: int | None = None) -> None:
+        """`address` joins an existing cluster; otherwise a local one with `cpus` cores is started."""
+        self.address, self.cpus = address, cpus or os.cpu_count() or 1
+
+    def start(self) -> None:
+        """Starts or joins; UserError if nothing answers at the address."""
+        quiet()
+        import ray
+
+        if ray.is_initialized():
+            return
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "ignore_reinit_error": True}
+        if self.address:
+            try:
+                ray.init(address=self.address, **common)
+            except ConnectionError as error:
+                raise UserError(
+                    f"no Ray cluster answers at {self.address!r} ({error}): start it, or leave the address out"
+                ) from None
+            return
+        # A short path: the sockets below it have a length limit. An own folder: several runs may share a machine.
+        scratch = tempfile.mkdtemp(prefix="mr-", dir="/tmp" if Path("/tmp").is_dir() else None)
+        ray.init(
+            num_cpus=self.cpus,
+            include_dashboard=False,
+            object_store_memory=256 * 2**20,
+            _temp_dir=scratch,
+            runtime_env={"env_vars": {"PYTHONWARNINGS": "ignore"}},
+            **common,
+        )
+
+    def stop(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            ray.shutdown()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.start()
+        yield
+
+
+def map_shards(
+    make: Callable[..., Any],
+    arguments: dict[str, Any],
+    shards: Sequence[Any],
+    *,
+    actors: int,
+    threads: int,
+    gpus: float = 0.0,
+) -> Iterator[Any]:
+    """Yields `make(**arguments).run(shard)` for every shard, as they finish, over `actors` Ray actors.
+
+    An actor that dies is replaced and its shard given again, up to three deaths; an error that `run` raises ends the
+    map and is raised here, stripped of Ray's wrapping.
+    """
+    import ray
+
+    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    remote = ray.remote(num_cpus=threads, num_gpus=gpus, runtime_env={"env_vars": environment})(make)
+    pool = [remote.remote(**arguments) for _ in range(min(actors, len(shards)))]
+    idle, queue, running, deaths = list(pool), list(shards), {}, 0
+    try:
+        while queue or running:
+            while idle and queue:
+                actor, shard = idle.pop(), queue.pop(0)
+                running[actor.run.remote(shard)] = (actor, shard)
+            (finished,), _ = ray.wait(list(running), num_returns=1)
+            actor, shard = running.pop(finished)
+            try:
+                yield ray.get(finished)
+            except ray.exceptions.RayActorError as error:
+                deaths += 1
+                if deaths > _MAX_DEATHS:
+                    raise RuntimeError(f"{deaths} workers died in a row, the last on shard {shard!r}: {error}") from None
+                log.warning("a worker died (%d of %d tolerated); shard %r is given again", deaths, _MAX_DEATHS, shard)
+                pool.remove(actor)
+                actor = remote.remote(**arguments)
+                pool.append(actor)
+                queue.insert(0, shard)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, Exception) else error from None
+            idle.append(actor)
+    finally:
+        for actor in pool:
+            ray.kill(actor)

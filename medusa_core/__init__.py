@@ -1,0 +1,7 @@
+"""MEDUSA itself: heads, losses, trees, acceptance and the decoding engine. Imports neither prefect, ray nor deepspeed."""
+
+from medusa_core.engine import Generation, MedusaEngine
+from medusa_core.heads import HeadsConfig, MedusaHeads
+from medusa_core.tree import Tree
+
+__all__ = ["Generation", "HeadsConfig", "MedusaEngine", "MedusaHeads", "Tree"]

@@ -1,0 +1,175 @@
+"""Medusa heads: from the backbone's last hidden state to logits for the tokens after the next (paper equation 1).
+
+Head k (k = 1..K) reads h_t, the hidden state *after the final norm*, and predicts token t + k + 1. Blocks start as the
+identity and own projections as a copy of the LM head, so an untrained head equals the LM head exactly.
+Knows nothing of data, optimizers or decoding.
+Legend: P positions, K heads, L blocks, D hidden, F block width, V full vocabulary, C head vocabulary (truncated).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.nn import functional as F
+
+from medusa_core.errors import InputError
+from medusa_core.losses import IGNORE, linear_cross_entropy
+
+
+class HeadsConfig(BaseModel):
+    """What a set of heads looks like, apart from the backbone it sits on. `vocab: null` keeps the full vocabulary."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["medusa"] = "medusa"
+    block: Literal["paper", "mlp"] = "paper"
+    lm_head: Literal["own", "shared"] = "own"
+    num_heads: int = Field(4, ge=1, le=16)
+    num_layers: int = Field(1, ge=1, le=8)
+    vocab: int | None = Field(8192, ge=1)
+    mlp_width: int = Field(4, ge=1, le=16, description="width of an mlp block, in multiples of the hidden size")
+
+
+class ResidualBlocks(nn.Module):
+    """One block of every head, evaluated as one batched product: x + SiLU(x W^T + b), or x + SiLU(x U^T + b) W^T."""
+
+    def __init__(self, config: HeadsConfig, hidden: int) -> None:
+        super().__init__()
+        heads, width = config.num_heads, hidden * config.mlp_width
+        if config.block == "paper":
+            self.weight = nn.Parameter(torch.zeros(heads, hidden, hidden))
+            self.bias = nn.Parameter(torch.zeros(heads, hidden))
+            self.register_parameter("weight_out", None)
+        else:
+            self.weight = nn.Parameter(torch.randn(heads, width, hidden) * hidden**-0.5)
+            self.bias = nn.Parameter(torch.zeros(heads, width))
+            self.weight_out = nn.Parameter(torch.zeros(heads, hidden, width))
+
+    def forward(self, x_KPD: torch.Tensor) -> torch.Tensor:
+        heads = x_KPD.shape[0]
+        inner = F.silu(torch.baddbmm(self.bias[:heads, None], x_KPD, self.weight[:heads].transpose(1, 2)))
+        if self.weight_out is not None:
+            inner = inner @ self.weight_out[:heads].transpose(1, 2)
+        return x_KPD + inner
+
+
+class VocabularyProjection(nn.Module):
+    """From D to the head vocabulary C: own weights per head, or the backbone's LM head rows, frozen and not saved."""
+
+    weight_CD: torch.Tensor
+    bias_C: torch.Tensor | None
+
+    def __init__(self, config: HeadsConfig, lm_weight_CD: torch.Tensor, lm_bias_C: torch.Tensor | None) -> None:
+        super().__init__()
+        self.own = config.lm_head == "own"
+        if self.own:
+            heads = config.num_heads
+            self.weight = nn.Parameter(lm_weight_CD.detach().clone().expand(heads, -1, -1).contiguous())
+            bias = None if lm_bias_C is None else nn.Parameter(lm_bias_C.detach().clone().expand(heads, -1).contiguous())
+            self.register_parameter("bias", bias)
+        else:
+            # Non-persistent: with the shared layout the backbone's LM head is the only copy, and training can't touch it.
+            self.register_buffer("weight_CD", lm_weight_CD.detach().clone(), persistent=False)
+            self.register_buffer("bias_C", None if lm_bias_C is None else lm_bias_C.detach().clone(), persistent=False)
+
+    def forward(self, x_PD: torch.Tensor, head: int, labels_P: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [P, C] of one head, or the summed cross-entropy over labels_P without holding all logits."""
+        weight = self.weight[head] if self.own else self.weight_CD
+        bias = (None if self.bias is None else self.bias[head]) if self.own else self.bias_C
+        if labels_P is None:
+            return F.linear(x_PD, weight, bias)
+        return linear_cross_entropy(x_PD, weight, bias, labels_P)
+
+
+class MedusaHeads(nn.Module):
+    """K heads on one backbone. `vocab_map_C` maps head vocabulary entries to backbone token ids."""
+
+    vocab_map_C: torch.Tensor
+    inverse_V: torch.Tensor
+
+    def __init__(
+        self,
+        config: HeadsConfig,
+        *,
+        lm_weight_VD: torch.Tensor,
+        lm_bias_V: torch.Tensor | None = None,
+        vocab_map_C: torch.Tensor | None = None,
+    ) -> None:
+        """lm_weight_VD is the backbone's LM head. vocab_map_C [C] names the tokens the heads may predict; with
+        `config.vocab = None` it is every token. InputError if the map disagrees with the configuration."""
+        super().__init__()
+        vocab, hidden = lm_weight_VD.shape
+        self.config = config
+        self.hidden_size, self.vocab_size = hidden, vocab
+        vocab_map_C = _checked_map(config, vocab_map_C, vocab).to(lm_weight_VD.device)
+        inverse_V = torch.full((vocab,), IGNORE, device=lm_weight_VD.device)
+        inverse_V[vocab_map_C] = torch.arange(len(vocab_map_C), device=lm_weight_VD.device)
+        self.register_buffer("vocab_map_C", vocab_map_C)
+        self.register_buffer("inverse_V", inverse_V, persistent=False)
+        self.blocks = nn.ModuleList(ResidualBlocks(config, hidden) for _ in range(config.num_layers))
+        bias_C = None if lm_bias_V is None else lm_bias_V[vocab_map_C]
+        self.projection = VocabularyProjection(config, lm_weight_VD[vocab_map_C], bias_C)
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.num_heads
+
+    def features(self, hidden_PD: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+        """What the projections read, [K', P, D], for the first num_heads heads."""
+        x_KPD = hidden_PD.expand(num_heads or self.num_heads, -1, -1)
+        for block in self.blocks:
+            x_KPD = block(x_KPD)
+        return x_KPD
+
+    def forward(self, hidden_PD: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+        """Logits over the head vocabulary, [K', P, C]."""
+        x_KPD = self.features(hidden_PD, num_heads)
+        return torch.stack([self.projection(x_PD, head) for head, x_PD in enumerate(x_KPD)])
+
+    def top_tokens(self, hidden_BD: torch.Tensor, *, num_heads: int, width: int) -> torch.Tensor:
+        """The `width` likeliest backbone token ids of the first num_heads heads, [B, K', width], best first."""
+        top_KBW = self(hidden_BD, num_heads).topk(width, dim=-1).indices
+        return self.vocab_map_C[top_KBW].transpose(0, 1)
+
+    def losses(self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed cross-entropy and number of labels of every head, both [K], for backbone token labels.
+
+        Labels of IGNORE, and tokens outside the head vocabulary, teach nothing and are not counted.
+        """
+        labels_PK = torch.where(labels_PK == IGNORE, IGNORE, self.inverse_V[labels_PK.clamp(min=0)])
+        sums = [
+            self.projection(x_PD, head, labels_PK[:, head].contiguous())
+            for head, x_PD in enumerate(self.features(hidden_PD))
+        ]
+        return torch.stack(sums), (labels_PK != IGNORE).sum(0)
+
+    @torch.no_grad()
+    def ranks(self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor, *, width: int, chunk: int = 512) -> torch.Tensor:
+        """Rank of each label among its head's logits, [P, K]: 0 is the argmax, `width` means width or later (or a
+        token outside the head vocabulary), -1 that there is no label. The same order as `top_tokens`."""
+        ranks = []
+        for hidden, labels in zip(hidden_PD.split(chunk), labels_PK.split(chunk), strict=True):
+            tokens = self.top_tokens(hidden, num_heads=self.num_heads, width=width)
+            hit = tokens == labels[..., None]
+            rank = torch.where(hit.any(-1), hit.int().argmax(-1), width)
+            ranks.append(torch.where(labels == IGNORE, -1, rank))
+        return torch.cat(ranks)
+
+
+def _checked_map(config: HeadsConfig, vocab_map_C: torch.Tensor | None, vocab: int) -> torch.Tensor:
+    if config.vocab is None or config.vocab >= vocab:
+        return torch.arange(vocab)
+    if vocab_map_C is None:
+        raise InputError(f"heads.vocab is {config.vocab} of {vocab} tokens, but no vocabulary map was given")
+    distinct = vocab_map_C.unique()
+    if len(vocab_map_C) != config.vocab or len(distinct) != len(vocab_map_C):
+        raise InputError(
+            f"the vocabulary map has {len(vocab_map_C)} entries, {len(distinct)} of them distinct; "
+            f"heads.vocab asks for {config.vocab}"
+        )
+    if int(distinct[0]) < 0 or int(distinct[-1]) >= vocab:
+        raise InputError(f"the vocabulary map names tokens outside 0..{vocab - 1}")
+    return vocab_map_C.to(torch.int64)

@@ -1,0 +1,39 @@
+"""Reading the hidden state that a model's LM head reads, in any architecture. Knows nothing of heads or trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+class HiddenTap:
+    """Keeps what the LM head was last given: by definition h_t, the hidden state after the final norm."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._hidden: torch.Tensor | None = None
+        self._hook = model.get_output_embeddings().register_forward_pre_hook(self._capture)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The LM head's input in the last forward, [B, N, D]."""
+        assert self._hidden is not None, "no forward has run yet"
+        return self._hidden
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _capture(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._hidden = args[0]
+
+
+@torch.inference_mode()
+def read_positions(
+    model: PreTrainedModel, tap: HiddenTap, input_ids_T: torch.Tensor, positions_P: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One causal pass over a sequence: hidden states [P, D] and logits [P, V] at the given positions only."""
+    output = model(
+        input_ids=input_ids_T[None].to(model.device), use_cache=False, logits_to_keep=positions_P.to(model.device)
+    )
+    return tap.hidden[0], output.logits[0]

@@ -1,0 +1,1 @@
+"""Stages of the pipeline, one module each: (configuration, input artifacts) -> output artifact."""

@@ -1,0 +1,199 @@
+"""Runs the contestants: the timed, interleaved part, and the float32 comparison that proves nothing was lost.
+
+Knows how to measure, not what the figures mean.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.progress import track
+from tasks.backbone import load_tokenizer
+from tasks.bench_prompts import BenchPrompt
+from tasks.bench_worker import Answer, Contestant, Worker, start_workers
+from tasks.conversations import ChatFormat
+from tasks.tree import pick_entry, read_portfolio
+
+TIE_GAP = 1e-4
+REFERENCE, PLAIN, MEDUSA, COMPILED, CHAMPION = "transformers", "plain", "medusa", "transformers-compiled", "champion"
+_REFERENCE_BATCH = 8
+
+
+def run_benchmark(spec: dict[str, Any]) -> dict[str, Any]:
+    """Measurements: `rows` (one per contestant, prompt and turn), `workers` (load and warm-up seconds, peak memory),
+    `lossless`, `divergence` and `copy_gbps`."""
+    config = spec["config"]
+    prompts = [BenchPrompt.from_json(value) for value in spec["prompts"]]
+    tokenizer = load_tokenizer(Path(spec["model"]))
+    chat = ChatFormat(tokenizer, spec["eos_token_ids"])
+    workers = start_workers(_contestants(spec, chat, prompts))
+    try:
+        rows = _timed(workers, prompts, chat, config)
+        for worker in workers:
+            worker.loaded["peak_memory_mb"] = worker.memory_mb()
+    finally:
+        for worker in workers:
+            worker.close()
+    return {
+        "rows": rows,
+        "workers": {worker.contestant.name: worker.loaded for worker in workers},
+        "lossless": _lossless(spec, chat, prompts),
+        "copy_gbps": copy_bandwidth(),
+    }
+
+
+def copy_bandwidth(size: int = 1 << 28, repeats: int = 5) -> float:
+    """Memory copy of this machine in GB/s, read and write counted: what a step's bytes are to be compared with."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    target.copy_(source)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best / 1e9
+
+
+def _contestants(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt]) -> list[Contestant]:
+    config = spec["config"]
+    longest = max(len(chat.first(prompt.turns[0])) for prompt in prompts)
+    turns = max(len(prompt.turns) for prompt in prompts)
+    # Later turns add a question and an answer each; the static cache must hold the longest conversation.
+    slots = (longest + config["max_new_tokens"]) * turns + 64
+    base = Contestant(
+        name=REFERENCE,
+        kind=REFERENCE,
+        model=spec["model"],
+        eos_token_ids=tuple(spec["eos_token_ids"]),
+        dtype=config["dtype"],
+        device=spec["device"],
+        threads=spec["threads"],
+        slots=-(-slots // 128) * 128,
+        backbone_digest=spec["backbone"]["digest"],
+    )
+    listed = [base, replace(base, name=PLAIN, kind=PLAIN)]
+    listed.append(_with_tree(base, MEDUSA, spec["heads"], spec["portfolio"]))
+    if spec["champion"]:
+        listed.append(_with_tree(base, CHAMPION, spec["champion"]["heads"], spec["champion"]["portfolio"]))
+    if config["compiled"]:
+        listed.append(replace(base, name=COMPILED, kind=COMPILED))
+    return listed
+
+
+def _with_tree(base: Contestant, name: str, heads: str, portfolio: str) -> Contestant:
+    entry = pick_entry(read_portfolio(Path(portfolio)))
+    choices = tuple(tuple(path) for path in entry["choices"])
+    return replace(base, name=name, kind=MEDUSA, heads=heads, choices=choices)
+
+
+def _timed(
+    workers: list[Worker], prompts: list[BenchPrompt], chat: ChatFormat, config: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Every contestant answers a prompt before the next prompt is begun; who starts changes from prompt to prompt."""
+    rows: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 60 * config["max_minutes"]
+    with track("benchmark", len(prompts), "prompts") as progress:
+        for number, prompt in enumerate(prompts):
+            if time.monotonic() > deadline and number >= 2:
+                break
+            ids: list[int] = []
+            for turn in range(len(prompt.turns)):
+                if turn:
+                    ended = bool(ids) and ids[-1] in chat.eos
+                    ids = ids + chat.following(list(prompt.turns[: turn + 1]), ended)
+                else:
+                    ids = chat.first(prompt.turns[0])
+                order = workers[number % len(workers) :] + workers[: number % len(workers)]
+                answers = {w.contestant.name: w.answer([ids], config["max_new_tokens"])[0] for w in order}
+                rows += [_row(name, prompt, turn, ids, answer) for name, answer in answers.items()]
+                # The next turn's context is the same for all: the reference's answer.
+                ids = ids + answers[REFERENCE].tokens
+            progress.advance(1)
+    return rows
+
+
+def _row(name: str, prompt: BenchPrompt, turn: int, ids: list[int], answer: Answer) -> dict[str, Any]:
+    return {
+        "engine": name,
+        "prompt_id": prompt.prompt_id,
+        "category": prompt.category,
+        "turn": turn,
+        "context_tokens": len(ids),
+        "new_tokens": len(answer.tokens),
+        "seconds": answer.seconds,
+        "ttft": answer.ttft,
+        "steps": answer.steps,
+        "draft": answer.draft,
+        "verify": answer.verify,
+        "accept": answer.accept,
+        "tokens": answer.tokens,
+    }
+
+
+def _lossless(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt]) -> dict[str, Any]:
+    """Greedy in float32: transformers' generate against this engine with the tree, token by token.
+
+    Not timed, so both run at once, on half of the threads each. At the first difference the two tokens' logits are
+    compared in float64: closer than 1e-4 is a tie, anything else a mismatch.
+    """
+    config = spec["config"]
+    threads = max(1, spec["threads"] // 2)
+    base = replace(_contestants(spec, chat, prompts)[0], dtype="float32", threads=threads)
+    pair = [base, _with_tree(base, MEDUSA, spec["heads"], spec["portfolio"])]
+    ids = [chat.first(prompt.turns[0]) for prompt in prompts[: config["lossless_prompts"]]]
+    # Left-padded batches of similar length keep the reference cheap; it is still transformers' own greedy decoding.
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    groups = [order[i : i + _REFERENCE_BATCH] for i in range(0, len(order), _REFERENCE_BATCH)]
+    workers = start_workers(pair)
+    expected: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
+    try:
+        with track("lossless", len(ids), "prompts") as progress, ThreadPoolExecutor(1) as pool:
+
+            def reference() -> None:
+                for group in groups:
+                    answers = workers[0].answer([ids[i] for i in group], config["lossless_tokens"])
+                    expected.update({i: answer.tokens for i, answer in zip(group, answers, strict=True)})
+
+            waiting = pool.submit(reference)
+            for index in order:
+                found[index] = workers[1].answer([ids[index]], config["lossless_tokens"])[0].tokens
+                progress.advance(1)
+            waiting.result()
+        mismatched, ties, worst = 0, 0, 0.0
+        for index in order:
+            place = first_difference(expected[index], found[index])
+            if place is None:
+                continue
+            both = expected[index][place : place + 1] + found[index][place : place + 1]
+            gap = float("inf")
+            if len(both) == 2:
+                gap = workers[0].gap64(ids[index] + expected[index][:place], both[0], both[1])
+            worst = max(worst, gap)
+            ties += gap < TIE_GAP
+            mismatched += gap >= TIE_GAP
+    finally:
+        for worker in workers:
+            worker.close()
+    return {
+        "dtype": "float32",
+        "prompts": len(ids),
+        "tokens": sum(len(tokens) for tokens in found.values()),
+        "mismatched_prompts": mismatched,
+        "ties": ties,
+        "worst_gap": None if worst == float("inf") else worst,
+    }
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first difference of two answers, None if they are equal; a missing token differs too."""
+    for index in range(max(len(left), len(right))):
+        if left[index : index + 1] != right[index : index + 1]:
+            return index
+    return None

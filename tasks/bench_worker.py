@@ -1,0 +1,264 @@
+"""One benchmark contestant in a process of its own: loads its engine, then answers one prompt at a time on request.
+
+A process each gives every contestant its own memory figure and keeps one's compiler or caches out of another's times;
+the parent asks them in turn, so only one works at any moment. Knows nothing of comparisons.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from infra.environment import quiet
+from infra.errors import UserError
+
+KINDS = ("transformers", "transformers-compiled", "plain", "medusa")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What a worker loads. `name` is shown; `kind` is one of KINDS; heads and choices matter to `medusa` only."""
+
+    name: str
+    kind: str
+    model: str
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    threads: int
+    slots: int = 2048
+    heads: str | None = None
+    backbone_digest: str | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass
+class Answer:
+    """One prompt answered: tokens with end-of-text, seconds from the prompt's ids to the last token, and parts."""
+
+    tokens: list[int]
+    seconds: float
+    ttft: float
+    steps: int
+    draft: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+
+
+@dataclass
+class Worker:
+    """The parent's handle on a contestant's process."""
+
+    contestant: Contestant
+    process: Any
+    pipe: Connection
+    loaded: dict[str, float] = field(default_factory=dict)
+
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+        answers: list[Answer] = self._call("answer", prompts, max_new_tokens)
+        return answers
+
+    def gap64(self, prefix: Sequence[int], first: int, second: int) -> float:
+        """How far apart two tokens' logits are after `prefix` in float64; afterwards the worker only does this."""
+        return float(self._call("gap64", prefix, first, second))
+
+    def memory_mb(self) -> float:
+        """Peak growth of resident memory since the imports."""
+        return float(self._call("memory"))
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            try:
+                self.pipe.send(("close",))
+            except (BrokenPipeError, OSError):
+                pass
+            self.process.join(10)
+            self.process.kill()
+
+    def _call(self, *message: Any) -> Any:
+        try:
+            self.pipe.send(message)
+            status, value = self.pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.process.join(5)
+            raise RuntimeError(
+                f"the benchmark's {self.contestant.name} process died (exit code {self.process.exitcode})"
+            ) from None
+        if status == "error":
+            raise UserError(value) if value.startswith("input: ") else RuntimeError(f"{self.contestant.name}: {value}")
+        return value
+
+
+def start_workers(contestants: Sequence[Contestant]) -> list[Worker]:
+    """Starts every contestant's process, one after the other, each loaded before the next begins."""
+    context = mp.get_context("spawn")
+    workers: list[Worker] = []
+    try:
+        for contestant in contestants:
+            ours, theirs = context.Pipe()
+            os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(contestant.threads)
+            process = context.Process(target=_serve, args=(contestant, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            worker = Worker(contestant, process, ours)
+            workers.append(worker)
+            worker.loaded = worker._call("load")
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+    return workers
+
+
+def _serve(contestant: Contestant, pipe: Connection) -> None:
+    quiet()
+    runner = _Runner(contestant)
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        if name == "close":
+            return
+        try:
+            pipe.send(("ok", getattr(runner, name)(*arguments)))
+        except Exception as error:  # handed to the parent, which raises it
+            from medusa_core.errors import InputError
+
+            prefix = "input: " if isinstance(error, InputError | UserError) else f"{type(error).__name__}: "
+            pipe.send(("error", prefix + str(error)))
+
+
+class _Runner:
+    """Lives in the worker process."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        import torch
+
+        from infra.machine import resident_mb
+        from tasks.backbone import load_model  # noqa: F401  (imports counted as imports, not as the engine's memory)
+
+        torch.set_num_threads(contestant.threads)
+        self.contestant = contestant
+        self.baseline = resident_mb()
+        self._run: Callable[[Sequence[Sequence[int]], int], list[Answer]]
+
+    def load(self) -> dict[str, float]:
+        """Loads and warms up; seconds of both."""
+        from infra.machine import reset_peak_resident
+
+        reset_peak_resident()
+        start = time.perf_counter()
+        self._run = self._engine() if self.contestant.kind in ("plain", "medusa") else self._transformers()
+        loaded = time.perf_counter()
+        # Twice over two lengths: the first call compiles, the second shows whether another length compiles again.
+        for length in (9, 17):
+            self._run([list(range(5, 5 + length))], 8)
+        return {"load_s": loaded - start, "warmup_s": time.perf_counter() - loaded}
+
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+        return self._run(prompts, max_new_tokens)
+
+    def memory(self) -> float:
+        from infra.machine import peak_resident_mb
+
+        return peak_resident_mb() - self.baseline
+
+    def gap64(self, prefix: Sequence[int], first: int, second: int) -> float:
+        import torch
+
+        from tasks.backbone import load_model
+
+        if not hasattr(self, "_model64"):
+            self._model64 = load_model(Path(self.contestant.model), torch.float32, self.contestant.device).double()
+        with torch.inference_mode():
+            ids = torch.tensor([list(prefix)], device=self.contestant.device)
+            logits = self._model64(input_ids=ids, logits_to_keep=1).logits[0, -1]
+        return float((logits[first] - logits[second]).abs())
+
+    def _engine(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
+        from medusa_core.checkpoint import load_heads
+        from medusa_core.engine import MedusaEngine, SamplingParams, StepSeconds
+        from medusa_core.tree import Tree
+        from tasks.backbone import load_model
+        from tasks.stage import dtype_of
+
+        c = self.contestant
+        model = load_model(Path(c.model), dtype_of(c.dtype), c.device)
+        heads = None
+        if c.kind == "medusa" and c.choices:
+            heads = load_heads(Path(str(c.heads)), model, backbone_digest=c.backbone_digest)
+        engine = MedusaEngine(model, heads, Tree.from_choices(c.choices), eos_token_ids=c.eos_token_ids, pack=True)
+
+        def run(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+            engine.seconds = StepSeconds()
+            start = time.perf_counter()
+            done = engine.generate(prompts, SamplingParams(max_new_tokens), batch=len(prompts))
+            seconds, parts = time.perf_counter() - start, engine.seconds
+            return [
+                Answer(g.tokens, seconds, g.ttft_s, g.steps, parts.draft, parts.verify, parts.accept) for g in done
+            ]
+
+        return run
+
+    def _transformers(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
+        import torch
+        from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+
+        from tasks.backbone import load_model
+        from tasks.stage import dtype_of
+
+        c = self.contestant
+        model = load_model(Path(c.model), dtype_of(c.dtype), c.device)
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": list(c.eos_token_ids)}
+        options["pad_token_id"] = c.eos_token_ids[0]
+        if c.kind == "transformers-compiled":
+            # transformers compiles only the decode step, and on a CPU only when told to.
+            compile_config = CompileConfig(fullgraph=False, dynamic=False)
+            compile_config._compile_all_devices = True
+            options["compile_config"] = compile_config
+
+        class FirstToken(StoppingCriteria):  # type: ignore[misc]
+            at: float | None = None
+
+            def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+                self.at = self.at or time.perf_counter()
+                return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+        def run(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+            first = FirstToken()
+            width = max(len(p) for p in prompts)
+            ids = torch.tensor([[c.eos_token_ids[0]] * (width - len(p)) + list(p) for p in prompts], device=c.device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=c.device)
+            if c.kind == "transformers-compiled":
+                # One cache length for all prompts, or every prompt would compile anew.
+                options["past_key_values"] = StaticCache(config=model.config, max_cache_len=c.slots)
+            start = time.perf_counter()
+            with torch.inference_mode():
+                out = model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    max_new_tokens=max_new_tokens,
+                    stopping_criteria=StoppingCriteriaList([first]),
+                    **options,
+                )
+            seconds = time.perf_counter() - start
+            ttft = (first.at or start) - start
+            answers = [_cut(row, c.eos_token_ids) for row in out[:, width:].tolist()]
+            return [Answer(tokens, seconds, ttft, len(tokens) - 1) for tokens in answers]
+
+        return run
+
+
+def _cut(tokens: list[int], eos: Sequence[int]) -> list[int]:
+    """Tokens up to and including the first end-of-text: what follows in a batch is padding."""
+    for index, token in enumerate(tokens):
+        if token in eos:
+            return tokens[: index + 1]
+    return tokens

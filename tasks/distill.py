@@ -1,0 +1,231 @@
+"""Stage `distill`: the backbone answers the prompts of one split, into Parquet shards over fixed request ranges.
+
+A request is a prompt at one temperature. A shard is answered by one actor with a fixed batch size and a seed per
+request, so it can be made again bit for bit; a finished shard is never answered twice. Knows nothing of heads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.artifacts import Artifact, artifact_key
+from infra.errors import UserError
+from infra.progress import track
+from infra.ray_cluster import map_shards
+from medusa_core.engine import MedusaEngine, SamplingParams
+from tasks.backbone import backbone_identity, backbone_info, load_model, load_tokenizer, model_dir
+from tasks.conversations import ChatFormat, Conversation, stable_seed
+from tasks.prompts import Prompt, read_split
+from tasks.stage import Context, dtype_of, write_table
+
+KIND, STAGE_VERSION = "distill", 1
+log = logging.getLogger(__name__)
+
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("conversation_id", pa.string()),
+        ("category", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("finish_reason", pa.string()),
+        ("temperature", pa.float64()),
+        ("seed", pa.int64()),
+        ("text", pa.string()),
+    ]
+)
+REJECTED_SCHEMA = pa.schema([("sample_id", pa.string()), ("reason", pa.string())])
+
+
+class DistillConfig(BaseModel):
+    """How the backbone answers. One sample of every prompt is drawn at each temperature (0 is greedy)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperatures: tuple[float, ...] = Field((0.0, 0.7), min_length=1)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: int = Field(192, ge=1, description="per turn")
+    max_turns: int = Field(2, ge=1, description="later user turns of a conversation are left out")
+    dtype: str = "bfloat16"
+    batch_size: int = Field(32, ge=1, description="requests in flight per actor")
+    shard_size: int = Field(64, ge=1, description="requests per shard")
+    seed: int = 0
+
+
+def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prompts: Artifact, split: str) -> Artifact:
+    """Answers one split. Every request ends as a row or, with a reason, in `rejected/`."""
+    info = backbone_info(backbone)
+    semantic = config.model_dump(mode="json") | {"split": split}
+    inputs = {"backbone": backbone_identity(backbone), "prompts": prompts.digest(f"{split}.parquet")}
+    key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
+
+    def build(partial: Path) -> dict[str, Any]:
+        requests = _requests(read_split(prompts, split), config)
+        shards = [requests[i : i + config.shard_size] for i in range(0, len(requests), config.shard_size)]
+        if not shards:
+            raise UserError(f"the {split} split has no prompts: add sources, or give the split a larger share")
+        pending = [i for i in range(len(shards)) if not _shard_path(partial, i).exists()]
+        with track(f"distill {split}", len(requests), "answers") as progress:
+            progress.skip(len(requests) - sum(len(shards[i]) for i in pending))
+            if pending:
+                context.cluster.start()
+                arguments = {
+                    "model": model_dir(backbone),
+                    "config": config,
+                    "device": context.placement.resolved_device(),
+                    "directory": partial,
+                    "eos_token_ids": info.eos_token_ids,
+                }
+                actors = context.placement.actor_count
+                tokens = 0
+                work = [(i, shards[i]) for i in pending]
+                for done in map_shards(Answerer, arguments, work, actors=actors, threads=_threads(context, actors)):
+                    tokens += done["tokens"]
+                    progress.advance(done["requests"], f"{tokens:,} tokens")
+        return _counts(partial, len(requests))
+
+    return context.store.produce(KIND, key, inputs=inputs, config=semantic, build=build)
+
+
+def shard_paths(artifact: Artifact) -> list[Path]:
+    """Row shards of a distill artifact, in order."""
+    return sorted(artifact.path.glob("shard-*.parquet"))
+
+
+class Answerer:
+    """One generation actor: the model loaded once, shards answered one after the other."""
+
+    def __init__(
+        self, model: Path, config: DistillConfig, device: str, directory: Path, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.config, self.directory = config, directory
+        backbone = load_model(model, dtype_of(config.dtype), device)
+        self.engine = MedusaEngine(backbone, eos_token_ids=eos_token_ids, pack=True)
+        self.chat = ChatFormat(load_tokenizer(model), eos_token_ids)
+
+    def run(self, shard: tuple[int, list[Conversation]]) -> dict[str, int]:
+        """Answers a shard's requests and writes its rejected rows, then its rows: the rows' file means it is done."""
+        index, requests = shard
+        rows: list[Conversation] = []
+        rejected: list[tuple[str, str]] = []
+        for conversation, reason in self._answer(requests):
+            if reason:
+                rejected.append((conversation.sample_id, reason))
+            else:
+                rows.append(conversation)
+        rows.sort(key=lambda row: row.sample_id)
+        columns = [[r[0] for r in rejected], [r[1] for r in rejected]]
+        write_table(
+            self.directory / "rejected" / f"shard-{index:05d}.parquet", pa.table(columns, schema=REJECTED_SCHEMA)
+        )
+        write_table(_shard_path(self.directory, index), self._table(rows))
+        return {"requests": len(requests), "tokens": sum(sum(row.loss_mask) for row in rows)}
+
+    def _answer(self, requests: list[Conversation]) -> list[tuple[Conversation, str]]:
+        """Keeps `batch_size` turns in flight until every conversation is answered or rejected."""
+        results: list[tuple[Conversation, str]] = []
+        queue, active = list(requests), {}
+        session = self.engine.session(rows=self.config.batch_size, slots=self._slots(requests))
+        while queue or session.active:
+            while queue and session.free:
+                conversation = queue.pop(0)
+                prompt = conversation.ask(self.chat)
+                if len(prompt) + self.config.max_new_tokens > self.engine.context_length:
+                    results.append((conversation, f"over-long: {len(prompt)} prompt tokens"))
+                    continue
+                added = session.add_request(prompt, self._params(conversation))
+                active[added.request] = (conversation, added.generation)
+                session_done = added.generation.finish_reason
+                if session_done:
+                    self._finish(active.pop(added.request), queue, results)
+            for progress in session.step():
+                if progress.generation.finish_reason:
+                    self._finish(active.pop(progress.request), queue, results)
+        return results
+
+    def _finish(self, entry: tuple[Conversation, Any], queue: list[Conversation], results: list[Any]) -> None:
+        conversation, generation = entry
+        conversation.answer(generation.tokens, generation.finish_reason)
+        if len(generation.tokens) == 1 and generation.finish_reason == "stop":
+            results.append((conversation, "empty answer"))
+        elif conversation.done:
+            results.append((conversation, ""))
+        else:
+            queue.insert(0, conversation)
+
+    def _params(self, conversation: Conversation) -> SamplingParams:
+        return SamplingParams(
+            self.config.max_new_tokens, conversation.temperature, self.config.top_p, conversation.turn_seed()
+        )
+
+    def _slots(self, requests: list[Conversation]) -> int:
+        """Enough for the longest conversation of the shard, its answers at full length."""
+        longest = 0
+        for request in requests:
+            asked = len(self.chat.first(request.turns[0]))
+            for turn in range(1, len(request.turns)):
+                asked += len(self.chat.following(request.turns[: turn + 1], answer_ended=False))
+            longest = max(longest, asked + self.config.max_new_tokens * len(request.turns))
+        return min(longest, self.engine.context_length) + 1
+
+    def _table(self, rows: list[Conversation]) -> pa.Table:
+        decode = self.chat.tokenizer.decode
+        columns = {
+            "sample_id": [row.sample_id for row in rows],
+            "conversation_id": [row.conversation_id for row in rows],
+            "category": [row.category for row in rows],
+            "input_ids": [row.input_ids for row in rows],
+            "loss_mask": [row.loss_mask for row in rows],
+            "finish_reason": [row.finish_reason for row in rows],
+            "temperature": [row.temperature for row in rows],
+            "seed": [row.seed for row in rows],
+            "text": [
+                decode([t for t, own in zip(row.input_ids, row.loss_mask, strict=True) if own]) for row in rows
+            ],
+        }
+        return pa.table(columns, schema=SCHEMA)
+
+
+def _requests(prompts: list[Prompt], config: DistillConfig) -> list[Conversation]:
+    """Every prompt at every temperature, in an order that depends on nothing but the prompts."""
+    return [
+        Conversation(
+            sample_id=f"{prompt.prompt_id}#{index}",
+            conversation_id=prompt.prompt_id,
+            category=prompt.category,
+            turns=list(prompt.turns[: config.max_turns]),
+            temperature=temperature,
+            seed=stable_seed(config.seed, prompt.prompt_id, index),
+        )
+        for prompt in sorted(prompts, key=lambda p: p.prompt_id)
+        for index, temperature in enumerate(config.temperatures)
+    ]
+
+
+def _counts(partial: Path, requests: int) -> dict[str, Any]:
+    rows = tokens = 0
+    for path in sorted(partial.glob("shard-*.parquet")):
+        table = pq.read_table(path, columns=["loss_mask"])
+        rows += table.num_rows
+        tokens += sum(sum(mask) for mask in table["loss_mask"].to_pylist())
+    rejected = sum(pq.read_metadata(path).num_rows for path in (partial / "rejected").glob("*.parquet"))
+    assert rows + rejected == requests, f"{requests} requests, but {rows} rows and {rejected} rejected"
+    if not rows:
+        raise UserError(f"all {requests} requests were rejected; the reasons stand in {partial / 'rejected'}")
+    return {"requests": requests, "rows": rows, "rejected": rejected, "tokens": tokens}
+
+
+def _shard_path(directory: Path, index: int) -> Path:
+    return directory / f"shard-{index:05d}.parquet"
+
+
+def _threads(context: Context, actors: int) -> int:
+    """Actors share the cores evenly."""
+    return max(1, context.cluster.cpus // actors)

