@@ -101,8 +101,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: int = 0,
-    backbone: Annotated[str | None, typer.Option(help="Another backbone to answer with; refused unless it is the "
-                                                      "one the heads belong to.")] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="Another backbone to answer with; refused unless it is the one the heads belong to."),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Leave the tree off.")] = False,
 ) -> None:
     """Answer one prompt with the accelerated engine, token by token, and say how fast it was."""

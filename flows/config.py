@@ -55,7 +55,9 @@ class RunConfig(BaseModel):
     @classmethod
     def _plain_name(cls, value: str) -> str:
         if not NAME.fullmatch(value):
-            raise ValueError("use 1 to 64 letters, digits, dots, dashes and underscores, starting with a letter or digit")
+            raise ValueError(
+                "use 1 to 64 letters, digits, dots, dashes and underscores, starting with a letter or digit"
+            )
         return value
 
 

@@ -123,11 +123,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "tree",
         ("ranks", "latency"),
-        {
-            "tree": lambda run, got: tree(
-                run.context, run.config.tree, ranks=got["ranks"], latency=got["latency"]
-            )
-        },
+        {"tree": lambda run, got: tree(run.context, run.config.tree, ranks=got["ranks"], latency=got["latency"])},
     ),
     Stage("benchmark", ("backbone", "prompts", "heads", "tree"), {"benchmark": _benchmark}, timed=True),
 )

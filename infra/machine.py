@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -53,7 +54,5 @@ def peak_resident_mb() -> float:
 
 def reset_peak_resident() -> None:
     """Starts `peak_resident_mb` afresh where the kernel allows it."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass

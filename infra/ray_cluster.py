@@ -99,7 +99,9 @@ def map_shards(
             except ray.exceptions.RayActorError as error:
                 deaths += 1
                 if deaths > _MAX_DEATHS:
-                    raise RuntimeError(f"{deaths} workers died in a row, the last on shard {shard!r}: {error}") from None
+                    raise RuntimeError(
+                        f"{deaths} workers died in a row, the last on shard {shard!r}: {error}"
+                    ) from None
                 log.warning("a worker died (%d of %d tolerated); shard %r is given again", deaths, _MAX_DEATHS, shard)
                 pool.remove(actor)
                 actor = remote.remote(**arguments)

@@ -1,4 +1,4 @@
-"""MEDUSA itself: heads, losses, trees, acceptance and the decoding engine. Imports neither prefect, ray nor deepspeed."""
+"""MEDUSA itself: heads, losses, trees, acceptance, the decoding engine. Needs neither prefect nor ray nor deepspeed."""
 
 from medusa_core.engine import Generation, MedusaEngine
 from medusa_core.heads import HeadsConfig, MedusaHeads

@@ -60,6 +60,7 @@ class TreeCache(Cache):
         self.extent = 0
         self._window = slice(0, 0)
         self._slot_BN: torch.Tensor | None = None
+        self._row_B1: torch.Tensor | None = None
         self._start = 0
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
@@ -74,6 +75,7 @@ class TreeCache(Cache):
         # Rows of one length (always so for a batch of 1) are written as a slice, several times cheaper than a scatter.
         steps_N = torch.arange(nodes, device=device)
         self._slot_BN = None if same else torch.tensor(lengths, device=device)[:, None] + steps_N
+        self._row_B1 = torch.arange(len(lengths), device=device)[:, None]
 
     def write(self, store: torch.Tensor, new_BHND: torch.Tensor) -> torch.Tensor:
         """Writes one layer's new keys or values and returns what the rows hold up to the step's extent."""
@@ -81,7 +83,8 @@ class TreeCache(Cache):
         if self._slot_BN is None:
             rows[:, :, self._start : self._start + new_BHND.shape[2]] = new_BHND
         else:
-            rows.scatter_(2, self._slot_BN[:, None, :, None].expand_as(new_BHND), new_BHND)
+            # An indexed store, not scatter_: that one copies all of the cache's rows for a handful of new ones.
+            rows[self._row_B1, :, self._slot_BN] = new_BHND.transpose(1, 2)
         return rows[:, :, : self.extent]
 
     def compact(self, lengths: list[int], path_BA: torch.Tensor) -> None:
@@ -94,14 +97,12 @@ class TreeCache(Cache):
         if bool((path_BA == steps_A).all()):
             return
         base_B1 = torch.tensor(lengths, device=path_BA.device)[:, None]
-        source_BA, target_BA = base_B1 + path_BA, base_B1 + steps_A
+        row_B1 = torch.arange(len(lengths), device=path_BA.device)[:, None]
         for layer in self.layers:
             for store in (layer.keys, layer.values):
-                rows = store[: len(lengths)]
-                shape = (len(lengths), store.shape[1], depth, store.shape[3])
-                # The gather finishes before the scatter starts, so overlapping source and target slots are safe.
-                kept = rows.gather(2, source_BA[:, None, :, None].expand(shape))
-                rows.scatter_(2, target_BA[:, None, :, None].expand(shape), kept)
+                # Read as a copy before anything is written, so overlapping source and target slots are safe.
+                kept = store[row_B1, :, base_B1 + path_BA]
+                store[row_B1, :, base_B1 + steps_A] = kept
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copies a row's committed prefix into another row."""

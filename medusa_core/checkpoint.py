@@ -99,11 +99,17 @@ def load_heads(
             f"the model's is {output.weight.shape[0]} x {output.weight.shape[1]}"
         )
     tensors = _read_tensors(directory / WEIGHTS)
+    vocab_map = tensors.get("vocab_map_C")
+    if vocab_map is not None and (vocab_map.dim() != 1 or vocab_map.dtype != torch.int64):
+        raise InputError(
+            f"{directory / WEIGHTS}: tensor vocab_map_C is {vocab_map.dtype} of shape {tuple(vocab_map.shape)}, "
+            "not a list of token ids (int64)"
+        )
     heads = MedusaHeads(
         described.heads,
         lm_weight_VD=output.weight.detach(),
         lm_bias_V=None if output.bias is None else output.bias.detach(),
-        vocab_map_C=tensors.get("vocab_map_C"),
+        vocab_map_C=vocab_map,
     )
     expected = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -115,6 +121,8 @@ def load_heads(
             )
         if tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
             raise InputError(f"{directory / WEIGHTS}: tensor {name} holds values that are not finite")
+    if not torch.equal(tensors["vocab_map_C"], heads.vocab_map_C.cpu()):
+        raise InputError(f"{directory / WEIGHTS}: tensor vocab_map_C is a selection, but {CONFIG} keeps every token")
     heads.load_state_dict(tensors)
     return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
 

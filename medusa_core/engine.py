@@ -110,10 +110,7 @@ class MedusaEngine:
         self.model = model.eval()
         self.heads = heads
         self.tree = tree
-        if not tree.is_off:
-            if heads is None:
-                raise InputError("a tree needs heads: pass heads, or the empty tree for plain decoding")
-            tree.check(num_heads=heads.num_heads, max_rank=len(heads.vocab_map_C))
+        self._check_tree(tree)
         if pack:
             pack_linears(model)
         self.eos = frozenset(eos_token_ids if eos_token_ids is not None else _eos_of(model))
@@ -150,7 +147,9 @@ class MedusaEngine:
 
     def session(self, *, rows: int, slots: int, tree: Tree | None = None) -> DecodingSession:
         """State for up to `rows` concurrent requests of up to `slots` tokens each, tree included."""
-        return DecodingSession(self, rows=rows, slots=slots, tree=self.tree if tree is None else tree)
+        tree = self.tree if tree is None else tree
+        self._check_tree(tree)
+        return DecodingSession(self, rows=rows, slots=slots, tree=tree)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], *, batch: int = 1
@@ -213,6 +212,13 @@ class MedusaEngine:
             logits_to_keep=logits_to_keep,
         )
         return output.logits, self._tap.hidden
+
+    def _check_tree(self, tree: Tree) -> None:
+        if tree.is_off:
+            return
+        if self.heads is None:
+            raise InputError("a tree needs heads: pass heads, or the empty tree for plain decoding")
+        tree.check(num_heads=self.heads.num_heads, max_rank=len(self.heads.vocab_map_C))
 
 
 class DecodingSession:
@@ -304,6 +310,7 @@ class DecodingSession:
         self._drop_finished()
         return progress
 
+    @torch.inference_mode()
     def cancel(self, request: int) -> None:
         """Drops a request; InputError if it isn't active."""
         for row in self.rows:
@@ -352,7 +359,7 @@ class DecodingSession:
         chosen_BN: torch.Tensor,
         hidden_BND: torch.Tensor,
     ) -> list[list[int]]:
-        """Advances every row past its path; returns each row's new tokens: the path below the root, and the next root."""
+        """Advances every row past its path; returns each row's new tokens: the path below the root, the next root."""
         active = len(self.rows)
         rows_B = torch.arange(active, device=tokens_BN.device)
         root_B = chosen_BN[rows_B, accepted.node_B]

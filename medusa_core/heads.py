@@ -68,10 +68,12 @@ class VocabularyProjection(nn.Module):
         if self.own:
             heads = config.num_heads
             self.weight = nn.Parameter(lm_weight_CD.detach().clone().expand(heads, -1, -1).contiguous())
-            bias = None if lm_bias_C is None else nn.Parameter(lm_bias_C.detach().clone().expand(heads, -1).contiguous())
+            bias = (
+                None if lm_bias_C is None else nn.Parameter(lm_bias_C.detach().clone().expand(heads, -1).contiguous())
+            )
             self.register_parameter("bias", bias)
         else:
-            # Non-persistent: with the shared layout the backbone's LM head is the only copy, and training can't touch it.
+            # Non-persistent: in the shared layout the backbone's LM head is the only copy; training can't touch it.
             self.register_buffer("weight_CD", lm_weight_CD.detach().clone(), persistent=False)
             self.register_buffer("bias_C", None if lm_bias_C is None else lm_bias_C.detach().clone(), persistent=False)
 

@@ -42,7 +42,9 @@ def head_weights(num_heads: int, decay: float = 0.8) -> torch.Tensor:
     return torch.tensor([decay**k for k in range(1, num_heads + 1)])
 
 
-def weighted_loss(sums_K: torch.Tensor, counts_K: torch.Tensor, weights_K: Sequence[float] | torch.Tensor) -> torch.Tensor:
+def weighted_loss(
+    sums_K: torch.Tensor, counts_K: torch.Tensor, weights_K: Sequence[float] | torch.Tensor
+) -> torch.Tensor:
     """Σ_k λ_k · mean cross-entropy of head k (paper equation 2); a head without labels adds 0, not NaN."""
     weights_K = torch.as_tensor(weights_K, dtype=torch.float32, device=sums_K.device)
     return (weights_K * sums_K.float() / counts_K.clamp(min=1)).sum()
@@ -75,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(x, weight_CD, bias_C).float()
             lse = logits.logsumexp(-1, keepdim=True)
             total += (lse[:, 0] - logits.gather(-1, labels[:, None])[:, 0]).sum()
-            if not (needs_x or needs_weight):
+            if not any((needs_x, needs_weight, needs_bias)):
                 continue
             grad_logits = logits.sub_(lse).exp_()
             grad_logits.scatter_add_(-1, labels[:, None], grad_logits.new_full((len(labels), 1), -1.0))

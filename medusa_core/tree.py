@@ -36,7 +36,9 @@ class Tree:
         seen: set[Path] = set()
         for path in sorted(paths, key=lambda p: (len(p), p)):
             if not path:
-                raise InputError("a tree lists an empty path; the root is implied, list only paths of length 1 and more")
+                raise InputError(
+                    "a tree lists an empty path; the root is implied, list only paths of length 1 and more"
+                )
             if min(path) < 0:
                 raise InputError(f"tree path {list(path)} has a negative rank; ranks count from 0")
             if path in seen:

@@ -54,7 +54,7 @@ class DistillConfig(BaseModel):
     max_new_tokens: int = Field(192, ge=1, description="per turn")
     max_turns: int = Field(2, ge=1, description="later user turns of a conversation are left out")
     dtype: str = "bfloat16"
-    batch_size: int = Field(32, ge=1, description="requests in flight per actor")
+    batch_size: int = Field(64, ge=1, description="requests in flight per actor")
     shard_size: int = Field(64, ge=1, description="requests per shard")
     seed: int = 0
 
@@ -186,9 +186,7 @@ class Answerer:
             "finish_reason": [row.finish_reason for row in rows],
             "temperature": [row.temperature for row in rows],
             "seed": [row.seed for row in rows],
-            "text": [
-                decode([t for t, own in zip(row.input_ids, row.loss_mask, strict=True) if own]) for row in rows
-            ],
+            "text": [decode([t for t, own in zip(row.input_ids, row.loss_mask, strict=True) if own]) for row in rows],
         }
         return pa.table(columns, schema=SCHEMA)
 

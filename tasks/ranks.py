@@ -26,7 +26,7 @@ from tasks.teacher import shard_paths as teacher_shards
 from tasks.training_data import live_hidden, load_positions, pair_shards
 
 KIND, STAGE_VERSION = "ranks", 1
-TABLE = "ranks.parquet"
+TABLE, _WIDTH = "ranks.parquet", b"max_rank"
 
 
 class RanksConfig(BaseModel):
@@ -52,7 +52,9 @@ def ranks(
         model = load_model(model_dir(backbone), dtype, device)
         trained = load_heads(heads.path / "heads", model, backbone_digest=info.digest)
         if config.max_rank > len(trained.vocab_map_C):
-            raise UserError(f"ranks.max_rank is {config.max_rank}, but the heads know {len(trained.vocab_map_C)} tokens")
+            raise UserError(
+                f"ranks.max_rank is {config.max_rank}, but the heads know {len(trained.vocab_map_C)} tokens"
+            )
         live = None if teacher.config["hidden"] else live_hidden(model)
         tables = []
         shards = pair_shards(distill_shards(distill), teacher_shards(teacher))
@@ -66,16 +68,17 @@ def ranks(
                 )
                 tables.append(_table(positions.samples, positions.sample_P, positions.position_P, rank_PK.cpu()))
                 progress.advance(1)
-        table = pa.concat_tables(tables)
+        # The file alone travels with a registered version, so it says itself where its ranks stop.
+        table = pa.concat_tables(tables).replace_schema_metadata({_WIDTH: str(config.max_rank)})
         write_table(partial / TABLE, table)
         return {"positions": table.num_rows, "num_heads": trained.num_heads}
 
     return context.store.produce(KIND, key, inputs=inputs, config=semantic, build=build)
 
 
-def read_ranks(artifact: Artifact, temperature: float | None = None) -> RankTable:
-    """The rank table of one temperature (all if None); UserError if nothing was measured at it."""
-    table = pq.read_table(artifact.file(TABLE))
+def read_ranks(path: Path, temperature: float | None = None) -> RankTable:
+    """The rank table of one temperature (all if None) from a ranks file; UserError if nothing was measured at it."""
+    table = pq.read_table(path)
     temperatures = np.asarray(table["temperature"].to_pylist())
     keep = np.ones(len(temperatures), bool) if temperature is None else temperatures == temperature
     if not keep.any():
@@ -88,7 +91,7 @@ def read_ranks(artifact: Artifact, temperature: float | None = None) -> RankTabl
         ranks_PK=np.asarray(table["ranks"].to_pylist(), np.int64),
         conversation_P=conversation_P.astype(np.int64),
         position_P=np.asarray(table["position"].to_pylist(), np.int64),
-        width=int(artifact.config["max_rank"]),
+        width=int(table.schema.metadata[_WIDTH]),
     ).select(keep)
 
 

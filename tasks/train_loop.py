@@ -52,6 +52,8 @@ def train_loop(spec: dict[str, Any]) -> None:
     import deepspeed
     import torch.distributed as dist
 
+    # On a CPU DeepSpeed would compile a shared-memory collective with g++ for minutes at first use; gloo does it all.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(spec["threads"])
     config, directory = spec["config"], Path(spec["directory"])
     rank, world = dist.get_rank(), dist.get_world_size()

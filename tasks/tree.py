@@ -19,6 +19,7 @@ from infra.errors import UserError
 from medusa_core.calibration import JointStatistics, RankTable, walk
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tasks.latency import TABLE as LATENCY_TABLE
+from tasks.ranks import TABLE as RANKS_TABLE
 from tasks.ranks import read_ranks
 from tasks.stage import Context
 
@@ -45,7 +46,7 @@ def tree(context: Context, config: TreeConfig, *, ranks: Artifact, latency: Arti
 
     def build(partial: Path) -> dict[str, Any]:
         measured = json.loads(latency.file(LATENCY_TABLE).read_text())
-        portfolio = build_portfolio(config, read_ranks(ranks, config.temperature), measured)
+        portfolio = build_portfolio(config, read_ranks(ranks.file(RANKS_TABLE), config.temperature), measured)
         write_json(partial / PORTFOLIO, portfolio)
         return {"entries": len(portfolio["entries"]), "nodes": portfolio["entries"][0]["nodes"]}
 

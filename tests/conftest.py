@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def toy_dir(pytestconfig: pytest.Config) -> Path:
-    """The toy backbone as a model directory. MEDUSA_TOY_CACHE names a folder to keep it in other than pytest's cache."""
+    """The toy backbone as a model directory. MEDUSA_TOY_CACHE names another folder than pytest's cache."""
     named = os.environ.get("MEDUSA_TOY_CACHE")
     return toys.toy_directory(Path(named) if named else pytestconfig.cache.mkdir("medusa-toy"))
 

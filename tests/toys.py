@@ -146,7 +146,11 @@ def hidden_states(model: LlamaForCausalLM, input_ids_T: torch.Tensor) -> torch.T
 
 
 def train_heads(
-    model: LlamaForCausalLM, config: HeadsConfig | None = None, *, steps: int = 120, vocab_map: Sequence[int] | None = None
+    model: LlamaForCausalLM,
+    config: HeadsConfig | None = None,
+    *,
+    steps: int = 120,
+    vocab_map: Sequence[int] | None = None,
 ) -> MedusaHeads:
     """Heads trained for a second; they draft well but not perfectly."""
     torch.manual_seed(0)

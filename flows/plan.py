@@ -1,0 +1,158 @@
+"""`medusa run --plan`: what would run, what is cached, and what it would cost, without running anything.
+
+Keys follow from content, so a stage is known to be cached only if all it reads is. Estimates state their assumptions.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from flows.config import RunConfig
+from flows.stages import STAGES, Run
+from infra.artifacts import Artifact, ArtifactStore
+from tasks.backbone import backbone_info
+from tasks.prompts import SPLITS, collect_prompts
+from tasks.stage import Context, dtype_of
+from tasks.teacher import plan_bytes
+
+# Measured on two cores with the embedded backbone; the table in docs/performance.md says when and how.
+ASSUMED: dict[str, float] = {
+    "prompts per split, if the prompts are not collected yet (train)": 281,
+    "share of max_new_tokens an answer fills": 0.85,
+    "distilled tokens per second": 400,
+    "teacher positions per second": 700,
+    "trained positions per second": 3000,
+    "minutes of loading and compiling per timed stage": 1.5,
+}
+
+
+class _NotBuilt(Exception):
+    """Raised instead of building."""
+
+
+class _PlanStore(ArtifactStore):
+    """A store that finds artifacts and builds none."""
+
+    def produce(self, kind: str, key: str, **unused: Any) -> Artifact:
+        found = self.get(kind, key)
+        if found is None:
+            raise _NotBuilt
+        return found
+
+
+def make_plan(config: RunConfig, root: Path, until: str) -> dict[str, Any]:
+    """{stages: [{name, state, seconds, bytes}], assumptions, totals}; `state` is cached or run.
+
+    The prompts are read (that takes a second and writes nothing into the root's artifacts) to count requests.
+    """
+    run = Run(config, Context(_PlanStore(root), config.placement))
+    results: dict[str, Artifact] = {}
+    states: dict[str, str] = {}
+    for stage in STAGES:
+        states[stage.name] = _state(run, stage, results)
+        if stage.name == until:
+            break
+    else:
+        states["publish"] = "run"
+    prompts = _prompt_counts(config, results.get("prompts"))
+    costs = _costs(config, prompts, results)
+    stages = [
+        {"name": name, "state": state} | (costs.get(name, {}) if state == "run" else {})
+        for name, state in states.items()
+    ]
+    return {
+        "stages": stages,
+        "prompts": prompts,
+        "minutes": sum(stage.get("minutes", 0.0) for stage in stages),
+        "bytes": sum(stage.get("bytes", 0) for stage in stages),
+        "free_bytes": _free(root),
+        "assumptions": ASSUMED,
+    }
+
+
+def print_plan(plan: Mapping[str, Any], out: Console) -> None:
+    """The plan as a table, its assumptions below it."""
+    table = Table(title="plan (nothing has been run)", title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for column, side in (("stage", "left"), ("", "left"), ("tokens", "right"), ("on disk", "right"), ("min", "right")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for stage in plan["stages"]:
+        tokens = f"{stage['tokens']:,}" if "tokens" in stage else ""
+        size = f"{stage['bytes'] / 2**20:,.0f} MiB" if "bytes" in stage else ""
+        minutes = f"{stage['minutes']:.1f}" if "minutes" in stage else ""
+        table.add_row(stage["name"], stage["state"], tokens, size, minutes)
+    table.add_row("total", "", "", f"{plan['bytes'] / 2**20:,.0f} MiB", f"{plan['minutes']:.1f}", style="bold")
+    out.print(table)
+    out.print(f"free on the disk: {plan['free_bytes'] / 2**30:,.1f} GiB; prompts: {plan['prompts']}")
+    out.print("assumed: " + "; ".join(f"{name} {value:g}" for name, value in plan["assumptions"].items()))
+
+
+def _state(run: Run, stage: Any, results: dict[str, Artifact]) -> str:
+    if any(name not in results for name in stage.reads):
+        return "run"
+    state = "cached"
+    for name, build in stage.parts.items():
+        try:
+            results[name] = build(run, results)
+        except _NotBuilt:
+            state = "run"
+    return state
+
+
+def _prompt_counts(config: RunConfig, prompts: Artifact | None) -> dict[str, int]:
+    if prompts is None:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as scratch:
+            prompts = collect_prompts(ArtifactStore(Path(scratch)), config.prompts)
+            return {split: int(prompts.counts[split]) for split in SPLITS}
+    return {split: int(prompts.counts[split]) for split in SPLITS}
+
+
+def _costs(config: RunConfig, prompts: Mapping[str, int], results: Mapping[str, Artifact]) -> dict[str, dict[str, Any]]:
+    hidden, vocab = 576, 49152
+    if "backbone" in results:
+        info = backbone_info(results["backbone"])
+        hidden, vocab = info.hidden_size, info.vocab_size
+    requests = (prompts["train"] + prompts["calibration"]) * len(config.distill.temperatures)
+    tokens = int(requests * config.distill.max_new_tokens * ASSUMED["share of max_new_tokens an answer fills"])
+    train = int(tokens * prompts["train"] / max(1, prompts["train"] + prompts["calibration"]))
+    dtype = dtype_of(config.teacher.dtype)
+    keep = config.teacher.hidden != "off"
+    teacher = plan_bytes(tokens, hidden_size=hidden, top_k=config.teacher.top_k, keep_hidden=keep, dtype=dtype)
+    load = ASSUMED["minutes of loading and compiling per timed stage"]
+    bench = config.benchmark
+    rows = min(config.heads.vocab or vocab, vocab) if config.heads.lm_head == "own" else 0
+    heads = config.heads.num_heads * hidden * (config.heads.num_layers * hidden + rows) * 2
+    return {
+        "distill": {
+            "tokens": tokens,
+            "bytes": tokens * 8,
+            "minutes": tokens / ASSUMED["distilled tokens per second"] / 60,
+        },
+        "teacher": {
+            "tokens": tokens,
+            "bytes": teacher,
+            "minutes": tokens / ASSUMED["teacher positions per second"] / 60,
+        },
+        "train-medusa1": {
+            "tokens": train * config.train.epochs,
+            "bytes": heads,
+            "minutes": train * config.train.epochs / ASSUMED["trained positions per second"] / 60 + 0.5,
+        },
+        "latency": {"minutes": load},
+        "benchmark": {"minutes": bench.max_minutes + 2 * load},
+    }
+
+
+def _free(root: Path) -> int:
+    place = root
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free

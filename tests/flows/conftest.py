@@ -1,0 +1,94 @@
+"""A whole run on the toy backbone, made once and looked at by many tests."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import toys
+
+MEDUSA = Path(sys.executable).parent / "medusa"
+
+
+def toy_prompts(path: Path, count: int = 90) -> Path:
+    """Distinct toy prompts, every fifth with a second turn, in two categories."""
+    rng = random.Random(3)
+    seen: set[tuple[int, ...]] = set()
+    while len(seen) < count:
+        seen.add(tuple(rng.randrange(toys.WORDS) for _ in range(rng.randrange(1, 4))))
+    rows = []
+    for number, words in enumerate(sorted(seen)):
+        turns = [" ".join(f"w{word}" for word in words)]
+        if number % 5 == 0:
+            turns.append(f"w{number % toys.WORDS}")
+        rows.append({"category": ("odd", "even")[number % 2], "turns": turns})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def toy_config(directory: Path, toy_dir: Path, **changes: Any) -> Path:
+    """A configuration file for a run of seconds."""
+    prompts = toy_prompts(directory / "prompts.jsonl")
+    values: dict[str, Any] = {
+        "name": "toy",
+        "backbone": str(toy_dir),
+        "prompts": {"sources": [str(prompts)], "split": {"train": 0.5, "calibration": 0.2, "benchmark": 0.3}},
+        "distill": {
+            "temperatures": [0.0, 0.5],
+            "max_new_tokens": 48,
+            "dtype": "float32",
+            "batch_size": 8,
+            "shard_size": 16,
+        },
+        "teacher": {"top_k": 4, "dtype": "float32"},
+        "heads": {"num_heads": 3, "vocab": 62},
+        "train": {
+            "epochs": 8,
+            "batch_positions": 256,
+            "learning_rate": 1e-2,
+            "warmup_steps": 5,
+            "dtype": "float32",
+            "checkpoint_steps": 20,
+        },
+        "ranks": {"max_rank": 4},
+        "latency": {"nodes": [1, 2, 4, 8], "contexts": [32], "rounds": 2, "steps": 4, "dtype": "float32"},
+        "tree": {"max_nodes": 8},
+        "benchmark": {
+            "max_minutes": 0.2,
+            "max_new_tokens": 40,
+            "compiled": False,
+            "dtype": "float32",
+            "lossless_prompts": 20,
+            "lossless_tokens": 40,
+        },
+    }
+    for key, value in changes.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def run_medusa(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command: Sequence[str] = [str(MEDUSA), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def toy_run(tmp_path_factory: pytest.TempPathFactory, toy_dir: Path) -> tuple[Path, Path, dict[str, Any], str]:
+    """(root, configuration, report, terminal output) of a finished run."""
+    directory = tmp_path_factory.mktemp("run")
+    config, root = toy_config(directory, toy_dir), directory / "root"
+    done = run_medusa("run", "--config", config, "--root", root)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((root / "runs" / "latest" / "report.json").read_text())
+    return root, config, report, done.stdout

@@ -1,0 +1,87 @@
+"""Runs killed half-way: what is finished is kept, nothing is answered twice, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.flows.conftest import MEDUSA, run_medusa, toy_config
+
+pytestmark = pytest.mark.long
+
+
+def kill_when(command: list[str], ready: Any, timeout: float = 240) -> None:
+    """Starts a command in its own process group and kills the driver (only it) when `ready()` holds."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + timeout
+    while not ready():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the moment to kill never came"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_a_killed_distill_goes_on_where_it_stopped(tmp_path: Path, toy_dir: Path) -> None:
+    """Catches shards answered twice, requests lost, and rows that depend on how often the run was killed."""
+    small = {"shard_size": 4, "batch_size": 2}
+    config, root = toy_config(tmp_path, toy_dir, distill=small), tmp_path / "root"
+    command = [str(MEDUSA), "run", "--config", str(config), "--root", str(root), "--until", "distill"]
+
+    def shards() -> list[Path]:
+        return sorted((root / "artifacts" / "distill").glob("*.partial/shard-*.parquet"))
+
+    kill_when(command, lambda: len(shards()) >= 3)
+    kept = {path.name: path.read_bytes() for path in shards()}
+    times = {path.name: path.stat().st_mtime_ns for path in shards()}
+    assert kept
+    assert run_medusa(*command[1:]).returncode == 0
+    finished = next(
+        path
+        for path in (root / "artifacts" / "distill").iterdir()
+        if (path / min(kept)).exists()
+        and json.loads((path / "manifest.json").read_text())["config"]["split"] == "train"
+    )
+    for name, content in kept.items():
+        assert (finished / name).read_bytes() == content
+        assert (finished / name).stat().st_mtime_ns == times[name]
+    ids = [i for path in finished.glob("shard-*.parquet") for i in pq.read_table(path)["sample_id"].to_pylist()]
+    assert len(ids) == len(set(ids)) == json.loads((finished / "manifest.json").read_text())["counts"]["requests"]
+    undisturbed = tmp_path / "undisturbed"
+    assert run_medusa("run", "--config", config, "--root", undisturbed, "--until", "distill").returncode == 0
+    again = undisturbed / "artifacts" / "distill" / finished.name
+    for path in sorted(finished.glob("shard-*.parquet")):
+        assert pq.read_table(path).equals(pq.read_table(again / path.name)), path.name
+
+
+def test_a_killed_training_resumes_with_the_same_curve(tmp_path: Path, toy_dir: Path) -> None:
+    """Catches a checkpoint without optimizer, schedule or place in the data: the curves would part at the kill."""
+    config, root = toy_config(tmp_path, toy_dir, train={"epochs": 30, "checkpoint_steps": 10}), tmp_path / "root"
+    command = [str(MEDUSA), "run", "--config", str(config), "--root", str(root), "--until", "train-medusa1"]
+    kill_when(command, lambda: any((root / "artifacts" / "heads").glob("*.partial/.checkpoints/latest")))
+    partial = next((root / "artifacts" / "heads").glob("*.partial"))
+    assert not (partial / "heads").exists()
+    assert run_medusa(*command[1:]).returncode == 0
+    resumed = root / "artifacts" / "heads" / partial.name.removesuffix(".partial")
+    undisturbed = tmp_path / "undisturbed"
+    (undisturbed / "artifacts").mkdir(parents=True)
+    for kind in ("backbone", "prompts", "distill", "teacher"):
+        (undisturbed / "artifacts" / kind).symlink_to(root / "artifacts" / kind)
+    again = ["run", "--config", str(config), "--root", str(undisturbed), "--until", "train-medusa1"]
+    assert run_medusa(*again).returncode == 0
+    straight = undisturbed / "artifacts" / "heads" / resumed.name
+    curves = [
+        [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()] for path in (resumed, straight)
+    ]
+    assert len(curves[0]) == len(curves[1]) > 20
+    assert curves[0] == curves[1]
+    assert (resumed / "heads" / "heads.safetensors").read_bytes() == (
+        straight / "heads" / "heads.safetensors"
+    ).read_bytes()

@@ -1,0 +1,206 @@
+"""Seeded faults, each of which the suite must catch: `python -m tests.mutants [--list] [--only NAME]`.
+
+Every fault is put into a copy of the repository, and the tests that are named for it run there. A fault survives if
+they pass, and also if they could not run at all: only a failed test counts as caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("medusa_core", "kernels", "tasks", "infra", "flows", "tests")
+PASSED, FAILED = 0, 1  # pytest's exit codes; 2 and up mean that tests could not be run
+TIMEOUT_S = 300
+
+ENGINE = "tests/medusa_core/test_engine.py"
+CONTEXT = "tests/medusa_core/test_engine_context.py"
+HEADLINE = f"{CONTEXT}::test_greedy_is_plain_greedy_where_every_token_depends_on_the_context"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: the text it replaces (must occur exactly once) and the tests that must fail with it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "label shifted by one",
+        "medusa_core/losses.py",
+        "        shift = k + 1\n",
+        "        shift = k\n",
+        ("tests/medusa_core/test_losses.py::test_only_the_right_shift_can_be_learnt",),
+    ),
+    Mutant(
+        "a sibling made visible",
+        "medusa_core/attention.py",
+        "    tree_BNS = ancestors_NN[:, node_BS]",
+        "    ancestors_NN = ancestors_NN | (depths_N[:, None] == depths_N[None]) & (depths_N[-1] < nodes - 1)\n"
+        "    tree_BNS = ancestors_NN[:, node_BS]",
+        (HEADLINE,),
+    ),
+    Mutant(
+        "packed instead of depth positions",
+        "medusa_core/engine.py",
+        "(lengths_B[:, None] + depths_N)",
+        "(lengths_B[:, None] + torch.arange(nodes, device=self.device))",
+        (HEADLINE,),
+    ),
+    Mutant(
+        "KV not compacted",
+        "medusa_core/engine.py",
+        "        self.cache.compact(lengths, accepted.path_BA)\n",
+        "",
+        (HEADLINE,),
+    ),
+    Mutant(
+        "prompt tokens trained on",
+        "medusa_core/losses.py",
+        "    length = input_ids_T.shape[0]\n",
+        "    length = input_ids_T.shape[0]\n    loss_mask_T = torch.ones_like(loss_mask_T)\n",
+        ("tests/medusa_core/test_losses.py::test_prompt_tokens_are_never_labels",),
+    ),
+    Mutant(
+        "tail mass dropped",
+        "tasks/teacher.py",
+        "rest_PV.logsumexp(-1) - total_P1[:, 0]",
+        'torch.full_like(total_P1[:, 0], float("-inf"))',
+        ("tests/tasks/test_teacher_math.py",),
+    ),
+    Mutant(
+        "tree tie broken wrongly",
+        "medusa_core/tree.py",
+        "heapq.heappush(heap, (-p, len(child), child))",
+        "heapq.heappush(heap, (-p, -len(child), child))",
+        ("tests/medusa_core/test_tree.py::test_ties_take_the_shorter_path_then_the_lower_rank",),
+    ),
+    Mutant(
+        "end-of-text not cut",
+        "medusa_core/engine.py",
+        "            if generation.finish_reason:\n                break\n",
+        '            if generation.finish_reason == "length":\n                break\n',
+        (f"{ENGINE}::test_end_of_text_inside_an_accepted_path_ends_the_answer",),
+    ),
+    Mutant(
+        "wrong vocabulary map",
+        "medusa_core/heads.py",
+        "return self.vocab_map_C[top_KBW].transpose(0, 1)",
+        "return self.vocab_map_C.sort().values[top_KBW].transpose(0, 1)",
+        (
+            "tests/medusa_core/test_heads.py::test_a_truncated_vocabulary_names_the_right_tokens",
+            f"{ENGINE}::test_a_truncated_vocabulary_drafts_real_tokens",
+        ),
+    ),
+    Mutant(
+        "a stage key that ignores its config",
+        "infra/artifacts.py",
+        '"inputs": dict(inputs), "config": dict(config), "machine": machine}',
+        '"inputs": dict(inputs), "config": {}, "machine": machine}',
+        ("tests/infra/test_artifacts.py::test_a_key_depends_on_everything_it_is_made_of",),
+    ),
+)
+
+
+def copy_repository(target: Path) -> None:
+    """The folders that the named tests need, without caches."""
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml",):
+        if (ROOT / file).exists():
+            shutil.copy(ROOT / file, target / file)
+
+
+def run_tests(directory: Path, tests: tuple[str, ...], toy_cache: Path) -> subprocess.CompletedProcess[str]:
+    """pytest in the copy, with the toy backbone of a cache that all runs share."""
+    environment = {
+        **os.environ,
+        "MEDUSA_TOY_CACHE": str(toy_cache),
+        "PYTHONPATH": str(directory),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
+
+
+def judge(mutant: Mutant, work: Path, toy_cache: Path) -> str:
+    """Empty if the fault was caught, else why it counts as a survivor."""
+    with tempfile.TemporaryDirectory(dir=work) as name:
+        copy = Path(name)
+        copy_repository(copy)
+        file = copy / mutant.file
+        text = file.read_text()
+        if (found := text.count(mutant.old)) != 1:
+            return f"the text to replace occurs {found} times in {mutant.file}: update tests/mutants.py"
+        file.write_text(text.replace(mutant.old, mutant.new))
+        survivors = []
+        # One by one: each test named must catch it by itself.
+        for test in mutant.tests:
+            try:
+                result = run_tests(copy, (test,), toy_cache)
+            except subprocess.TimeoutExpired:
+                return f"{test} did not end in {TIMEOUT_S} s"
+            if result.returncode == PASSED:
+                survivors.append(f"{test} passes")
+            elif result.returncode != FAILED:
+                survivors.append(f"{test} could not run (exit code {result.returncode}): {last_line(result)}")
+        return "; ".join(survivors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="name the faults and run nothing")
+    parser.add_argument("--only", metavar="NAME", help="only the faults whose name contains NAME")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if arguments.only is None or arguments.only in m.name]
+    if not chosen:
+        parser.error(f"no fault is named {arguments.only!r}; there are: {', '.join(m.name for m in MUTANTS)}")
+    if arguments.list:
+        print("\n".join(f"{m.name:38} {m.file}" for m in chosen))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="medusa-mutants-") as name:
+        return check(chosen, Path(name))
+
+
+def check(chosen: list[Mutant], work: Path) -> int:
+    """Runs the named tests without any fault, then once per fault; 1 if anything isn't as it must be."""
+    toy_cache, whole = work / "toy", work / "whole"
+    copy_repository(whole)
+    tests = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
+    result = run_tests(whole, tests, toy_cache)
+    if result.returncode != PASSED:
+        print(result.stdout + result.stderr)
+        print(f"the tests fail without any fault (exit code {result.returncode}): nothing can be learnt from them")
+        return 1
+    failed = 0
+    for mutant in chosen:
+        start = time.monotonic()
+        reason = judge(mutant, work, toy_cache)
+        failed += bool(reason)
+        verdict = f"SURVIVED: {reason}" if reason else "caught"
+        print(f"{mutant.name:38} {mutant.file:28} {time.monotonic() - start:5.1f} s  {verdict}", flush=True)
+    print(f"{len(chosen) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
