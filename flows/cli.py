@@ -35,7 +35,9 @@ registry_app = typer.Typer(no_args_is_help=True, help="Versions of heads and tre
 app.add_typer(bench, name="bench")
 app.add_typer(registry_app, name="registry")
 
-out, err = Console(), Console(stderr=True)
+# Piped output has no width of its own; tables then take what they need.
+out = Console() if sys.stdout.isatty() else Console(width=120)
+err = Console(stderr=True)
 
 Root = Annotated[
     Path | None, typer.Option("--root", help="Where everything lies; default $MEDUSA_ROOT or ./medusa-root.")

@@ -31,7 +31,8 @@ def stream_answer(
     import torch
 
     from medusa_core.checkpoint import load_heads
-    from medusa_core.engine import MedusaEngine, SamplingParams
+    from medusa_core.engine import MedusaEngine
+    from medusa_core.session import SamplingParams
     from medusa_core.tree import OFF
     from tasks.backbone import backbone_info, load_model, load_tokenizer, model_dir
     from tasks.conversations import ChatFormat

@@ -101,8 +101,8 @@ def print_tree(entry: Mapping[str, Any], out: Console) -> None:
     out.print(drawing)
     low, high = entry["ci95"]
     out.print(
-        f"{entry['mode']}, {entry['nodes']} nodes, {entry['depth']} deep: {entry['expected_tokens_per_step']:.2f} tokens "
-        f"per step expected [{low:.2f}, {high:.2f}]"
+        f"{entry['mode']}, {entry['nodes']} nodes, {entry['depth']} deep: "
+        f"{entry['expected_tokens_per_step']:.2f} tokens per step expected [{low:.2f}, {high:.2f}]"
     )
 
 

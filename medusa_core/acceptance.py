@@ -69,8 +69,8 @@ def choose_sampled(
 ) -> torch.Tensor:
     """One draw after each node by inverting the cumulative distribution at uniform_N in [0, 1), [N]."""
     cumulative_NV = sampling_probabilities(logits_NV, temperature=temperature, top_p=top_p).double().cumsum(-1)
-    # Staying below the total keeps rounding from ever pointing past the last token with a probability; "right" skips
-    # tokens of probability 0 that precede the drawn one.
-    total_N = cumulative_NV[:, -1]
-    target_N = torch.minimum(uniform_N.double() * total_N, total_N.nextafter(torch.zeros_like(total_N)))
-    return torch.searchsorted(cumulative_NV, target_N[:, None], right=True)[:, 0]
+    # Scaling by the total keeps rounding in the sum from ever pointing past the last token; "right" skips tokens of
+    # probability 0 that precede the drawn one.
+    target_N1 = (uniform_N.double() * cumulative_NV[:, -1])[:, None]
+    index_N = torch.searchsorted(cumulative_NV, target_N1, right=True)[:, 0]
+    return index_N.clamp(max=logits_NV.shape[-1] - 1)

@@ -22,7 +22,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, owner: TreeCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -40,7 +40,12 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self.owner.write(self.keys, key_states), self.owner.write(self.values, value_states)
+        keys, values = self.stores()
+        return self.owner.write(keys, key_states), self.owner.write(values, value_states)
+
+    def stores(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None, "no forward has filled this layer yet"
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.extent, 0
@@ -62,7 +67,8 @@ class TreeCache(Cache):
         self._slot_BN: torch.Tensor | None = None
         self._row_B1: torch.Tensor | None = None
         self._start = 0
-        super().__init__(layers=[_Layer(self) for _ in range(layers)])
+        self._own_layers = [_Layer(self) for _ in range(layers)]
+        super().__init__(layers=list(self._own_layers))
 
     def place(self, first_row: int, lengths: list[int], nodes: int, device: torch.device) -> None:
         """Announces a forward over `nodes` tokens of len(lengths) consecutive rows, written after their lengths."""
@@ -98,14 +104,14 @@ class TreeCache(Cache):
             return
         base_B1 = torch.tensor(lengths, device=path_BA.device)[:, None]
         row_B1 = torch.arange(len(lengths), device=path_BA.device)[:, None]
-        for layer in self.layers:
-            for store in (layer.keys, layer.values):
+        for layer in self._own_layers:
+            for store in layer.stores():
                 # Read as a copy before anything is written, so overlapping source and target slots are safe.
                 kept = store[row_B1, :, base_B1 + path_BA]
                 store[row_B1, :, base_B1 + steps_A] = kept
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copies a row's committed prefix into another row."""
-        for layer in self.layers:
-            for store in (layer.keys, layer.values):
+        for layer in self._own_layers:
+            for store in layer.stores():
                 store[target, :, :length] = store[source, :, :length]

@@ -36,13 +36,15 @@ class HeadsConfig(BaseModel):
 class ResidualBlocks(nn.Module):
     """One block of every head, evaluated as one batched product: x + SiLU(x W^T + b), or x + SiLU(x U^T + b) W^T."""
 
+    weight_out: nn.Parameter | None
+
     def __init__(self, config: HeadsConfig, hidden: int) -> None:
         super().__init__()
         heads, width = config.num_heads, hidden * config.mlp_width
         if config.block == "paper":
             self.weight = nn.Parameter(torch.zeros(heads, hidden, hidden))
             self.bias = nn.Parameter(torch.zeros(heads, hidden))
-            self.register_parameter("weight_out", None)
+            self.weight_out = None
         else:
             self.weight = nn.Parameter(torch.randn(heads, width, hidden) * hidden**-0.5)
             self.bias = nn.Parameter(torch.zeros(heads, width))
@@ -61,6 +63,7 @@ class VocabularyProjection(nn.Module):
 
     weight_CD: torch.Tensor
     bias_C: torch.Tensor | None
+    bias: nn.Parameter | None
 
     def __init__(self, config: HeadsConfig, lm_weight_CD: torch.Tensor, lm_bias_C: torch.Tensor | None) -> None:
         super().__init__()
@@ -68,10 +71,9 @@ class VocabularyProjection(nn.Module):
         if self.own:
             heads = config.num_heads
             self.weight = nn.Parameter(lm_weight_CD.detach().clone().expand(heads, -1, -1).contiguous())
-            bias = (
-                None if lm_bias_C is None else nn.Parameter(lm_bias_C.detach().clone().expand(heads, -1).contiguous())
-            )
-            self.register_parameter("bias", bias)
+            self.bias = None
+            if lm_bias_C is not None:
+                self.bias = nn.Parameter(lm_bias_C.detach().clone().expand(heads, -1).contiguous())
         else:
             # Non-persistent: in the shared layout the backbone's LM head is the only copy; training can't touch it.
             self.register_buffer("weight_CD", lm_weight_CD.detach().clone(), persistent=False)

@@ -131,7 +131,7 @@ def backbone_info(artifact: Artifact) -> BackboneInfo:
 
 
 def backbone_identity(artifact: Artifact) -> str:
-    """What answers depend on: weights, tokenizer and chat template. The same weights under another name are the same."""
+    """What answers depend on: weights, tokenizer, chat template. The same under another name is the same."""
     info = backbone_info(artifact)
     return digest_json([info.digest, info.tokenizer_digest, info.chat_template_digest])
 

@@ -132,7 +132,7 @@ def _heads(spec: dict[str, Any]) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(directory / WEIGHTS, "pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+        shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
     return {
         "kind": heads.kind,
         "block": heads.block,

@@ -183,7 +183,8 @@ class _Runner:
 
     def _engine(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
         from medusa_core.checkpoint import load_heads
-        from medusa_core.engine import MedusaEngine, SamplingParams, StepSeconds
+        from medusa_core.engine import MedusaEngine
+        from medusa_core.session import SamplingParams, StepSeconds
         from medusa_core.tree import Tree
         from tasks.backbone import load_model
         from tasks.stage import dtype_of

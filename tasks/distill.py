@@ -19,7 +19,8 @@ from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
 from infra.progress import track
 from infra.ray_cluster import map_shards
-from medusa_core.engine import MedusaEngine, SamplingParams
+from medusa_core.engine import MedusaEngine
+from medusa_core.session import SamplingParams
 from tasks.backbone import backbone_identity, backbone_info, load_model, load_tokenizer, model_dir
 from tasks.conversations import ChatFormat, Conversation, stable_seed
 from tasks.prompts import Prompt, read_split

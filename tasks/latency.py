@@ -17,7 +17,8 @@ from infra.fresh_process import fresh_main, run_fresh
 from infra.machine import machine_facts
 from infra.progress import track
 from medusa_core.checkpoint import load_heads, read_config
-from medusa_core.engine import MedusaEngine, SamplingParams
+from medusa_core.engine import MedusaEngine
+from medusa_core.session import SamplingParams
 from medusa_core.tree import OFF, Tree, best_first
 from tasks.backbone import backbone_identity, backbone_info, load_model, model_dir
 from tasks.stage import Context, dtype_of

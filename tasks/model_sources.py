@@ -129,7 +129,7 @@ def _resolve_commit(model: str, revision: str | None, endpoint: str) -> str | No
             f"backbone {model!r} is neither a directory here nor a model at {endpoint} that this account may read: "
             "check the name, and set HF_TOKEN if it is private"
         ) from error
-    except Exception as error:  # noqa: BLE001 (the HTTP library's errors, as above)
+    except Exception as error:
         log.warning("hub %s does not answer (%s): looking among the files downloaded before", endpoint, error)
         return None
 

@@ -68,7 +68,8 @@ def publish(
 ) -> PublishResult:
     """Registers the run once, however often it is called, and moves `champion` if the report earns it.
 
-    `champion` is what the benchmark measured it against, as `rival_of` gave it. A version is decided on once: a run repeated after a rollback does not bring back what was rolled back.
+    `champion` is what the benchmark measured it against, as `rival_of` gave it. A version is decided on once: a
+    run repeated after a rollback does not bring back what was rolled back.
     """
     name = config.model or model
     inputs = (backbone, heads, ranks, latency, tree, benchmark)

@@ -205,9 +205,7 @@ class _Run:
         torch.distributed.all_reduce(total)
         self.step += 1
         mean = float(total) / (self.world * self.config["accumulation"])
-        self.curve.append(
-            {"step": self.step, "loss": mean, "lr": self.engine.get_lr()[0], "positions": int(len(index_P))}
-        )
+        self.curve.append({"step": self.step, "loss": mean, "lr": self.engine.get_lr()[0], "positions": len(index_P)})
 
     @property
     def heads(self) -> MedusaHeads:

@@ -10,7 +10,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import Artifact, artifact_key, digest_file

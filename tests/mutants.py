@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("medusa_core", "kernels", "tasks", "infra", "flows", "tests")
 PASSED, FAILED = 0, 1  # pytest's exit codes; 2 and up mean that tests could not be run
 TIMEOUT_S = 300
+WHOLE = "whole"
 
 ENGINE = "tests/medusa_core/test_engine.py"
 CONTEXT = "tests/medusa_core/test_engine_context.py"
@@ -62,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "KV not compacted",
-        "medusa_core/engine.py",
+        "medusa_core/session.py",
         "        self.cache.compact(lengths, accepted.path_BA)\n",
         "",
         (HEADLINE,),
@@ -90,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "end-of-text not cut",
-        "medusa_core/engine.py",
+        "medusa_core/session.py",
         "            if generation.finish_reason:\n                break\n",
         '            if generation.finish_reason == "length":\n                break\n',
         (f"{ENGINE}::test_end_of_text_inside_an_accepted_path_ends_the_answer",),
@@ -115,13 +116,13 @@ MUTANTS = (
 )
 
 
-def copy_repository(target: Path) -> None:
+def copy_repository(source: Path, target: Path) -> None:
     """The folders that the named tests need, without caches."""
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(source / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml",):
-        if (ROOT / file).exists():
-            shutil.copy(ROOT / file, target / file)
+        if (source / file).exists():
+            shutil.copy(source / file, target / file)
 
 
 def run_tests(directory: Path, tests: tuple[str, ...], toy_cache: Path) -> subprocess.CompletedProcess[str]:
@@ -146,7 +147,7 @@ def judge(mutant: Mutant, work: Path, toy_cache: Path) -> str:
     """Empty if the fault was caught, else why it counts as a survivor."""
     with tempfile.TemporaryDirectory(dir=work) as name:
         copy = Path(name)
-        copy_repository(copy)
+        copy_repository(work / WHOLE, copy)
         file = copy / mutant.file
         text = file.read_text()
         if (found := text.count(mutant.old)) != 1:
@@ -183,8 +184,9 @@ def main() -> int:
 
 def check(chosen: list[Mutant], work: Path) -> int:
     """Runs the named tests without any fault, then once per fault; 1 if anything isn't as it must be."""
-    toy_cache, whole = work / "toy", work / "whole"
-    copy_repository(whole)
+    toy_cache, whole = work / "toy", work / WHOLE
+    # One copy is the base of all: a file edited meanwhile changes nothing.
+    copy_repository(ROOT, whole)
     tests = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
     result = run_tests(whole, tests, toy_cache)
     if result.returncode != PASSED:

@@ -75,9 +75,7 @@ class OracleHeads:
             for at in range(len(prompt) - 1, len(ids) - 1 - self.num_heads):
                 ranked = [torch.randperm(VOCAB, generator=generator) for _ in range(self.num_heads)]
                 for head, order in enumerate(ranked):
-                    place = int(
-                        torch.tensor([0, 0, 0, 0, 1, 1, 2, VOCAB - 1])[torch.randint(8, (), generator=generator)]
-                    )
+                    place = places[int(torch.randint(len(places), (), generator=generator))]
                     found = int((order == ids[at + head + 2]).nonzero())
                     order[[place, found]] = order[[found, place]]
                 hidden.append(states[at])

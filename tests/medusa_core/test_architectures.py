@@ -10,9 +10,10 @@ import torch
 import transformers as hf
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from medusa_core.engine import MedusaEngine, SamplingParams
+from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import HeadsConfig, MedusaHeads
+from medusa_core.session import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian
 from tests.medusa_core.chaos import VOCAB, greedy, tiny
 

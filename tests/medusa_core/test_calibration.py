@@ -12,10 +12,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from medusa_core.calibration import JointStatistics, RankTable, accepted_lengths, walk
-from medusa_core.engine import MedusaEngine, SamplingParams
+from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import MedusaHeads
 from medusa_core.losses import head_labels
+from medusa_core.session import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests import toys
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from medusa_core.engine import MedusaEngine, SamplingParams
+from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import HeadsConfig, MedusaHeads
+from medusa_core.session import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests import toys
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from medusa_core.engine import MedusaEngine, SamplingParams
+from medusa_core.engine import MedusaEngine
 from medusa_core.heads import MedusaHeads
+from medusa_core.session import SamplingParams
 from medusa_core.tree import Tree
 from tests.medusa_core.chaos import VOCAB, OracleHeads, chaotic_llama, greedy
 
