@@ -277,19 +277,21 @@ def _log_to_terminal() -> None:
         logger.propagate = False
 
 
-def _user_fault(error: BaseException) -> str | None:
-    """The sentence to show if the user's input, or their disk, is at fault."""
+def _user_fault(error: BaseException | None) -> str | None:
+    """The sentence to show if the user's input, or their disk, is at the bottom of the error."""
     from infra.errors import UserError
     from medusa_core.errors import InputError
 
-    if isinstance(error, UserError | InputError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        place = error.filename or "the artifact root"
-        return (
-            f"no space left on the disk while writing {place} ({_free(place)}). Nothing finished was lost: free some "
-            "space, or give another --root, and run the same command again"
-        )
+    while error is not None:
+        if isinstance(error, UserError | InputError):
+            return str(error)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            place = error.filename or "the artifact root"
+            return (
+                f"no space left on the disk while writing {place} ({_free(place)}). Nothing finished was lost: free "
+                "some space, or give another --root, and run the same command again"
+            )
+        error = error.__cause__
     return None
 
 
@@ -310,7 +312,7 @@ def main() -> None:
     except Exception as error:
         if (sentence := _user_fault(error)) is None:
             raise
-        err.print(f"error: {sentence}", style="red", markup=False, highlight=False)
+        err.print(f"error: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -79,13 +79,20 @@ class VocabularyProjection(nn.Module):
             self.register_buffer("weight_CD", lm_weight_CD.detach().clone(), persistent=False)
             self.register_buffer("bias_C", None if lm_bias_C is None else lm_bias_C.detach().clone(), persistent=False)
 
-    def forward(self, x_PD: torch.Tensor, head: int, labels_P: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [P, C] of one head, or the summed cross-entropy over labels_P without holding all logits."""
-        weight = self.weight[head] if self.own else self.weight_CD
-        bias = (None if self.bias is None else self.bias[head]) if self.own else self.bias_C
-        if labels_P is None:
-            return F.linear(x_PD, weight, bias)
-        return linear_cross_entropy(x_PD, weight, bias, labels_P)
+    def forward(self, x_KPD: torch.Tensor) -> torch.Tensor:
+        """Logits [K', P, C] of the first K' heads. The shared projection's weight is read once for all of them."""
+        if not self.own:
+            return F.linear(x_KPD, self.weight_CD, self.bias_C)
+        heads = x_KPD.shape[0]
+        logits_KPC = x_KPD @ self.weight[:heads].transpose(1, 2)
+        return logits_KPC if self.bias is None else logits_KPC + self.bias[:heads, None]
+
+    def loss(self, x_PD: torch.Tensor, head: int, labels_P: torch.Tensor) -> torch.Tensor:
+        """Summed cross-entropy of one head, without ever holding all logits."""
+        if not self.own:
+            return linear_cross_entropy(x_PD, self.weight_CD, self.bias_C, labels_P)
+        bias = None if self.bias is None else self.bias[head]
+        return linear_cross_entropy(x_PD, self.weight[head], bias, labels_P)
 
 
 class MedusaHeads(nn.Module):
@@ -130,8 +137,8 @@ class MedusaHeads(nn.Module):
 
     def forward(self, hidden_PD: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
         """Logits over the head vocabulary, [K', P, C]."""
-        x_KPD = self.features(hidden_PD, num_heads)
-        return torch.stack([self.projection(x_PD, head) for head, x_PD in enumerate(x_KPD)])
+        logits_KPC: torch.Tensor = self.projection(self.features(hidden_PD, num_heads))
+        return logits_KPC
 
     def top_tokens(self, hidden_BD: torch.Tensor, *, num_heads: int, width: int) -> torch.Tensor:
         """The `width` likeliest backbone token ids of the first num_heads heads, [B, K', width], best first."""
@@ -145,7 +152,7 @@ class MedusaHeads(nn.Module):
         """
         labels_PK = torch.where(labels_PK == IGNORE, IGNORE, self.inverse_V[labels_PK.clamp(min=0)])
         sums = [
-            self.projection(x_PD, head, labels_PK[:, head].contiguous())
+            self.projection.loss(x_PD, head, labels_PK[:, head].contiguous())
             for head, x_PD in enumerate(self.features(hidden_PD))
         ]
         return torch.stack(sums), (labels_PK != IGNORE).sum(0)

@@ -111,7 +111,7 @@ def linear_cross_entropy(
     weight_CD: torch.Tensor,
     bias_C: torch.Tensor | None,
     labels_P: torch.Tensor,
-    chunk: int = 1024,
+    chunk: int = 512,
 ) -> torch.Tensor:
     """Summed cross-entropy (nats, fp32 scalar) of softmax(x Wᵀ + b) against labels_P; IGNORE labels are skipped.
 

@@ -193,17 +193,22 @@ class Answerer:
 
 
 def _requests(prompts: list[Prompt], config: DistillConfig) -> list[Conversation]:
-    """Every prompt at every temperature, in an order that depends on nothing but the prompts."""
+    """Every prompt at every temperature, in an order that depends on nothing but the prompts.
+
+    By number of turns and length, so that the conversations of a shard need caches of one size.
+    """
+    cut = [(prompt, list(prompt.turns[: config.max_turns])) for prompt in prompts]
+    cut.sort(key=lambda entry: (len(entry[1]), sum(map(len, entry[1])), entry[0].prompt_id))
     return [
         Conversation(
             sample_id=f"{prompt.prompt_id}#{index}",
             conversation_id=prompt.prompt_id,
             category=prompt.category,
-            turns=list(prompt.turns[: config.max_turns]),
+            turns=list(turns),
             temperature=temperature,
             seed=stable_seed(config.seed, prompt.prompt_id, index),
         )
-        for prompt in sorted(prompts, key=lambda p: p.prompt_id)
+        for prompt, turns in cut
         for index, temperature in enumerate(config.temperatures)
     ]
 

@@ -72,6 +72,7 @@ def train_loop(spec: dict[str, Any]) -> None:
         [{"params": list(heads.parameters()), "name": "heads", "lr": config["learning_rate"]}],
         betas=(0.9, 0.999),
         weight_decay=config["weight_decay"],
+        fused=True,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: cosine_with_warmup(step, total=total, warmup=min(config["warmup_steps"], total // 4))

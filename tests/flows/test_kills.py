@@ -85,3 +85,37 @@ def test_a_killed_training_resumes_with_the_same_curve(tmp_path: Path, toy_dir: 
     assert (resumed / "heads" / "heads.safetensors").read_bytes() == (
         straight / "heads" / "heads.safetensors"
     ).read_bytes()
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, toy_dir: Path) -> None:
+    """Catches a traceback, a finished-looking artifact with half its files, and a run that can't go on afterwards."""
+    config, root = toy_config(tmp_path, toy_dir), tmp_path / "small"
+    root.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", str(root)]).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        command = ["run", "--config", config, "--root", root, "--until", "train-medusa1"]
+        done = run_medusa(*command)
+        assert done.returncode == 2, done.stderr
+        assert "no space left" in done.stderr and "Traceback" not in done.stderr
+        for manifest in root.glob("artifacts/*/*/manifest.json"):
+            for name, entry in json.loads(manifest.read_text())["files"].items():
+                assert (manifest.parent / name).stat().st_size == entry["bytes"]
+        subprocess.run(["mount", "-o", "remount,size=200m", str(root)], check=True)
+        assert run_medusa(*command).returncode == 0
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path, toy_dir: Path) -> None:
+    config, root = toy_config(tmp_path, toy_dir), tmp_path / "root"
+    command = [str(MEDUSA), "run", "--config", str(config), "--root", str(root)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(root.glob("artifacts/distill/*.partial")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 130, errors
+    assert "run the same command again" in errors
