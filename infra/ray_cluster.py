@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Cluster:
     def __init__(self, address: str | None = None, *, cpus: int | None = None) -> None:
         """`address` joins an existing cluster; otherwise a local one with `cpus` cores is started."""
         self.address, self.cpus = address, cpus or os.cpu_count() or 1
+        self._scratch: Path | None = None
 
     def start(self) -> None:
         """Starts or joins; UserError if nothing answers at the address."""
@@ -45,12 +46,12 @@ class Cluster:
                 ) from None
             return
         # A short path: the sockets below it have a length limit. An own folder: several runs may share a machine.
-        scratch = tempfile.mkdtemp(prefix="mr-", dir="/tmp" if Path("/tmp").is_dir() else None)
+        self._scratch = Path(tempfile.mkdtemp(prefix="mr-", dir="/tmp" if Path("/tmp").is_dir() else None))
         ray.init(
             num_cpus=self.cpus,
             include_dashboard=False,
             object_store_memory=256 * 2**20,
-            _temp_dir=scratch,
+            _temp_dir=str(self._scratch),
             runtime_env={"env_vars": {"PYTHONWARNINGS": "ignore"}},
             **common,
         )
@@ -60,11 +61,9 @@ class Cluster:
 
         if ray.is_initialized():
             ray.shutdown()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self.start()
-        yield
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
 
 
 def map_shards(

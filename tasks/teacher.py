@@ -140,11 +140,12 @@ def top_k_with_tail(logits_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torc
     The tail is a log-sum-exp over the complement: log(1 - Σ top) would lose it to rounding exactly where the top
     tokens hold nearly everything. With k = V the tail is -inf.
     """
-    logits_PV = logits_PV.float()
-    total_P1 = logits_PV.logsumexp(-1, keepdim=True)
-    top_PJ, ids_PJ = logits_PV.topk(min(k, logits_PV.shape[-1]), dim=-1)
-    rest_PV = logits_PV.scatter(-1, ids_PJ, float("-inf"))
-    return ids_PJ, top_PJ - total_P1, rest_PV.logsumexp(-1) - total_P1[:, 0]
+    rest_PV = logits_PV.to(torch.float32, copy=True)
+    top_PJ, ids_PJ = rest_PV.topk(min(k, rest_PV.shape[-1]), dim=-1)
+    tail_P = rest_PV.scatter_(-1, ids_PJ, float("-inf")).logsumexp(-1)
+    # Both sums share one pass over the vocabulary: the whole is the tail plus the few that were taken out.
+    total_P = torch.logaddexp(tail_P, top_PJ.logsumexp(-1))
+    return ids_PJ, top_PJ - total_P[:, None], tail_P - total_P
 
 
 def _keep_hidden(context: Context, config: TeacherConfig, positions: int, hidden_size: int) -> bool:

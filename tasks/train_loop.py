@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +169,7 @@ class _Run:
 
     def train(self) -> None:
         done = self._resume()
-        start, seen = time.monotonic(), 0
+        seen = 0
         for epoch in range(self.config["epochs"]):
             for number, window in enumerate(_windows(self.spec, epoch)):
                 positions = self.reader.load(window)
@@ -182,7 +181,7 @@ class _Run:
                     self._train_step(positions, index_P)
                     if self.step % self.config["checkpoint_steps"] == 0 and self.step < self.total:
                         self._checkpoint()
-                    self._log(start, done)
+                    self._log(done)
             if self.step == seen and len(self.evaluations) <= epoch:
                 self._evaluate(epoch)
         self._finish()
@@ -213,12 +212,11 @@ class _Run:
         heads: MedusaHeads = self.engine.module.heads
         return heads
 
-    def _log(self, start: float, done: int) -> None:
-        if self.rank == 0 and (self.step % 20 == 0 or self.step == self.total):
-            elapsed = time.monotonic() - start
-            left = elapsed / max(1, self.step - done) * (self.total - self.step)
-            progress = {"step": self.step, "total": self.total, "loss": self.curve[-1]["loss"], "seconds_left": left}
-            write_json(self.directory / ".progress.json", progress)
+    def _log(self, done: int) -> None:
+        """Tells the driver, which shows it, how far the run is."""
+        if self.rank == 0 and (self.step % 10 == 0 or self.step == self.total):
+            state = {"step": self.step, "first": done, "total": self.total, "loss": self.curve[-1]["loss"]}
+            write_json(self.directory / self.spec["progress"], state)
 
     def _checkpoint(self) -> None:
         folder = self.directory / CHECKPOINTS

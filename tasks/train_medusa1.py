@@ -6,7 +6,11 @@ heads up to rounding. Interrupted, it goes on from its last checkpoint. Knows no
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import Artifact, artifact_key, digest_file
 from infra.errors import UserError
+from infra.progress import track
 from medusa_core.checkpoint import CONFIG, WEIGHTS
 from medusa_core.heads import HeadsConfig
 from tasks.backbone import backbone_identity, backbone_info, model_dir
@@ -23,6 +28,7 @@ from tasks.teacher import shard_paths as teacher_shards
 from tasks.training_data import count_positions, frequent_tokens, pair_shards
 
 KIND, STAGE_VERSION = "heads", 1
+PROGRESS = ".progress.json"
 log = logging.getLogger(__name__)
 
 
@@ -102,6 +108,7 @@ def train_medusa1(
                 "cached": bool(teacher.config["hidden"]) and bool(held_out_teacher.config["hidden"]),
                 "hidden_dtype": teacher.config["dtype"],
                 "directory": partial,
+                "progress": PROGRESS,
                 "device": context.placement.resolved_device(),
             },
             workers=workers,
@@ -119,6 +126,8 @@ def run_training(spec: dict[str, Any], *, workers: int, threads: int) -> None:
 
     from tasks.train_loop import train_loop
 
+    # What an interrupted attempt left would be shown as this one's.
+    (spec["directory"] / PROGRESS).unlink(missing_ok=True)
     gpu = spec["device"].startswith("cuda")
     dtype_of(spec["config"]["dtype"])
     storage = spec["directory"] / ".ray"
@@ -137,12 +146,40 @@ def run_training(spec: dict[str, Any], *, workers: int, threads: int) -> None:
             failure_config=ray.train.FailureConfig(max_failures=2),
         ),
     )
-    trainer.fit()
+    with _followed(spec["directory"] / PROGRESS):
+        trainer.fit()
+
+
+@contextmanager
+def _followed(path: Path) -> Iterator[None]:
+    """Shows the progress that the first rank writes to `path` while the block runs."""
+    stop = threading.Event()
+
+    def follow() -> None:
+        while not stop.wait(1.0):
+            if path.exists():
+                break
+        if stop.is_set():
+            return
+        state = json.loads(path.read_text())
+        with track("train", state["total"], "steps") as progress:
+            progress.skip(state["first"])
+            while True:
+                state = json.loads(path.read_text())
+                progress.advance(state["step"] - progress.done, f"loss {state['loss']:.3f}")
+                if stop.wait(1.0):
+                    return
+
+    thread = threading.Thread(target=follow, name="train-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _counts(partial: Path, positions: int) -> dict[str, Any]:
-    import json
-
     evaluation = json.loads((partial / "evaluation.json").read_text())
     size = (partial / "heads" / WEIGHTS).stat().st_size
     log.info("heads %s", digest_file(partial / "heads" / CONFIG)[:12])

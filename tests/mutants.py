@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "tail mass dropped",
         "tasks/teacher.py",
-        "rest_PV.logsumexp(-1) - total_P1[:, 0]",
-        'torch.full_like(total_P1[:, 0], float("-inf"))',
+        "top_PJ - total_P[:, None], tail_P - total_P",
+        'top_PJ - total_P[:, None], torch.full_like(total_P, float("-inf"))',
         ("tests/tasks/test_teacher_math.py",),
     ),
     Mutant(
