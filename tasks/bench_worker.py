@@ -236,7 +236,7 @@ class _Runner:
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=c.device)
             if c.kind == "transformers-compiled":
                 # One cache length for all prompts, or every prompt would compile anew.
-                options["past_key_values"] = StaticCache(config=model.config, max_cache_len=c.slots)
+                options["cache"] = StaticCache(config=model.config, max_cache_len=c.slots)
             start = time.perf_counter()
             with torch.inference_mode():
                 out = model.generate(

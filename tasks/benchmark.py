@@ -33,7 +33,7 @@ class BenchmarkConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_minutes: float = Field(4.0, gt=0, description="for the timed part, loading and compiling left out")
+    max_minutes: float = Field(3.0, gt=0, description="for the timed part, loading and compiling left out")
     max_new_tokens: int = Field(128, ge=2)
     max_turns: int = Field(1, ge=1)
     prompts: int | None = Field(None, ge=1)

@@ -52,7 +52,7 @@ class DistillConfig(BaseModel):
 
     temperatures: tuple[float, ...] = Field((0.0, 0.7), min_length=1)
     top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int = Field(192, ge=1, description="per turn")
+    max_new_tokens: int = Field(160, ge=1, description="per turn")
     max_turns: int = Field(2, ge=1, description="later user turns of a conversation are left out")
     dtype: str = "bfloat16"
     batch_size: int = Field(64, ge=1, description="requests in flight per actor")
@@ -86,7 +86,8 @@ def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prom
                 }
                 actors = context.placement.actor_count
                 tokens = 0
-                work = [(i, shards[i]) for i in pending]
+                # The longest conversations stand last and take longest: begun first, they don't leave one actor alone.
+                work = [(i, shards[i]) for i in reversed(pending)]
                 for done in map_shards(Answerer, arguments, work, actors=actors, threads=_threads(context, actors)):
                     tokens += done["tokens"]
                     progress.advance(done["requests"], f"{tokens:,} tokens")

@@ -181,7 +181,7 @@ class _Run:
                     self._train_step(positions, index_P)
                     if self.step % self.config["checkpoint_steps"] == 0 and self.step < self.total:
                         self._checkpoint()
-                    self._log(done)
+                    self._log()
             if self.step == seen and len(self.evaluations) <= epoch:
                 self._evaluate(epoch)
         self._finish()
@@ -212,10 +212,10 @@ class _Run:
         heads: MedusaHeads = self.engine.module.heads
         return heads
 
-    def _log(self, done: int) -> None:
+    def _log(self) -> None:
         """Tells the driver, which shows it, how far the run is."""
         if self.rank == 0 and (self.step % 10 == 0 or self.step == self.total):
-            state = {"step": self.step, "first": done, "total": self.total, "loss": self.curve[-1]["loss"]}
+            state = {"step": self.step, "total": self.total, "loss": self.curve[-1]["loss"]}
             write_json(self.directory / self.spec["progress"], state)
 
     def _checkpoint(self) -> None:

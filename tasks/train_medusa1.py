@@ -163,7 +163,7 @@ def _followed(path: Path) -> Iterator[None]:
             return
         state = json.loads(path.read_text())
         with track("train", state["total"], "steps") as progress:
-            progress.skip(state["first"])
+            progress.skip(state["step"])
             while True:
                 state = json.loads(path.read_text())
                 progress.advance(state["step"] - progress.done, f"loss {state['loss']:.3f}")
