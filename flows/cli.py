@@ -83,7 +83,8 @@ def run(
             print_plan(planned, out)
         return
     _log_to_terminal()
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+    # A failed stage is reported by this command, in one paragraph; Prefect would print its traceback first.
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     from flows.full_pipeline import check_prefect, medusa
     from flows.summary import print_summary
 

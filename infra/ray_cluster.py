@@ -28,6 +28,7 @@ class Cluster:
         """`address` joins an existing cluster; otherwise a local one with `cpus` cores is started."""
         self.address, self.cpus = address, cpus or os.cpu_count() or 1
         self._scratch: Path | None = None
+        self._pool: _Pool | None = None
 
     def start(self) -> None:
         """Starts or joins; UserError if nothing answers at the address."""
@@ -56,59 +57,95 @@ class Cluster:
             **common,
         )
 
+    def free(self) -> None:
+        """Gives back what idle actors hold, for work that needs the whole cluster."""
+        if self._pool is not None:
+            self._pool.kill()
+            self._pool = None
+
     def stop(self) -> None:
         import ray
 
+        self.free()
         if ray.is_initialized():
             ray.shutdown()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
+    def map(
+        self,
+        make: Callable[..., Any],
+        arguments: dict[str, Any],
+        shards: Sequence[Any],
+        *,
+        actors: int,
+        threads: int,
+        gpus: float = 0.0,
+    ) -> Iterator[Any]:
+        """Yields `make(**arguments).run(shard)` for every shard, as they finish, over `actors` Ray actors.
 
-def map_shards(
-    make: Callable[..., Any],
-    arguments: dict[str, Any],
-    shards: Sequence[Any],
-    *,
-    actors: int,
-    threads: int,
-    gpus: float = 0.0,
-) -> Iterator[Any]:
-    """Yields `make(**arguments).run(shard)` for every shard, as they finish, over `actors` Ray actors.
+        The actors stay for the next call with the same arguments, since loading them costs more than small shards do.
+        One that dies is replaced and its shard given again, up to three deaths; an error that `run` raises ends the
+        map and is raised here, stripped of Ray's wrapping.
+        """
+        self.start()
+        import ray
 
-    An actor that dies is replaced and its shard given again, up to three deaths; an error that `run` raises ends the
-    map and is raised here, stripped of Ray's wrapping.
-    """
-    import ray
+        pool = self._pool_for(make, arguments, actors=actors, threads=threads, gpus=gpus)
+        idle, queue, running, deaths = list(pool.actors), list(shards), {}, 0
+        try:
+            while queue or running:
+                while idle and queue:
+                    actor, shard = idle.pop(), queue.pop(0)
+                    running[actor.run.remote(shard)] = (actor, shard)
+                (finished,), _ = ray.wait(list(running), num_returns=1)
+                actor, shard = running.pop(finished)
+                try:
+                    yield ray.get(finished)
+                except ray.exceptions.RayActorError as error:
+                    deaths += 1
+                    if deaths > _MAX_DEATHS:
+                        raise RuntimeError(f"{deaths} workers died, the last on shard {shard!r}: {error}") from None
+                    log.warning("a worker died (%d of %d tolerated); its shard is given again", deaths, _MAX_DEATHS)
+                    actor = pool.replace(actor)
+                    queue.insert(0, shard)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause if isinstance(error.cause, Exception) else error from None
+                idle.append(actor)
+        finally:
+            if running:
+                # Left early: what the actors still do is nobody's any more.
+                self.free()
 
-    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    remote = ray.remote(num_cpus=threads, num_gpus=gpus, runtime_env={"env_vars": environment})(make)
-    pool = [remote.remote(**arguments) for _ in range(min(actors, len(shards)))]
-    idle, queue, running, deaths = list(pool), list(shards), {}, 0
-    try:
-        while queue or running:
-            while idle and queue:
-                actor, shard = idle.pop(), queue.pop(0)
-                running[actor.run.remote(shard)] = (actor, shard)
-            (finished,), _ = ray.wait(list(running), num_returns=1)
-            actor, shard = running.pop(finished)
-            try:
-                yield ray.get(finished)
-            except ray.exceptions.RayActorError as error:
-                deaths += 1
-                if deaths > _MAX_DEATHS:
-                    raise RuntimeError(
-                        f"{deaths} workers died in a row, the last on shard {shard!r}: {error}"
-                    ) from None
-                log.warning("a worker died (%d of %d tolerated); shard %r is given again", deaths, _MAX_DEATHS, shard)
-                pool.remove(actor)
-                actor = remote.remote(**arguments)
-                pool.append(actor)
-                queue.insert(0, shard)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, Exception) else error from None
-            idle.append(actor)
-    finally:
-        for actor in pool:
+    def _pool_for(
+        self, make: Callable[..., Any], arguments: dict[str, Any], *, actors: int, threads: int, gpus: float
+    ) -> _Pool:
+        signature = (make, repr(sorted(arguments.items())), actors, threads, gpus)
+        if self._pool is None or self._pool.signature != signature:
+            self.free()
+            import ray
+
+            environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+            remote = ray.remote(num_cpus=threads, num_gpus=gpus, runtime_env={"env_vars": environment})(make)
+            self._pool = _Pool(signature, lambda: remote.remote(**arguments), actors)
+        return self._pool
+
+
+class _Pool:
+    """Actors of one kind, alike and replaceable."""
+
+    def __init__(self, signature: tuple[Any, ...], create: Callable[[], Any], count: int) -> None:
+        self.signature, self.create = signature, create
+        self.actors = [create() for _ in range(count)]
+
+    def replace(self, dead: Any) -> Any:
+        self.actors.remove(dead)
+        self.actors.append(self.create())
+        return self.actors[-1]
+
+    def kill(self) -> None:
+        import ray
+
+        for actor in self.actors:
             ray.kill(actor)

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
 from infra.progress import track
-from infra.ray_cluster import map_shards
 from medusa_core.engine import MedusaEngine
 from medusa_core.session import SamplingParams
 from tasks.backbone import backbone_identity, backbone_info, load_model, load_tokenizer, model_dir
@@ -76,19 +75,16 @@ def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prom
         with track(f"distill {split}", len(requests), "answers") as progress:
             progress.skip(len(requests) - sum(len(shards[i]) for i in pending))
             if pending:
-                context.cluster.start()
                 arguments = {
                     "model": model_dir(backbone),
                     "config": config,
                     "device": context.placement.resolved_device(),
-                    "directory": partial,
                     "eos_token_ids": info.eos_token_ids,
                 }
-                actors = context.placement.actor_count
                 tokens = 0
                 # The longest conversations stand last and take longest: begun first, they don't leave one actor alone.
-                work = [(i, shards[i]) for i in reversed(pending)]
-                for done in map_shards(Answerer, arguments, work, actors=actors, threads=_threads(context, actors)):
+                work = [(_shard_path(partial, i), shards[i]) for i in reversed(pending)]
+                for done in context.map(Answerer, arguments, work):
                     tokens += done["tokens"]
                     progress.advance(done["requests"], f"{tokens:,} tokens")
         return _counts(partial, len(requests))
@@ -104,17 +100,15 @@ def shard_paths(artifact: Artifact) -> list[Path]:
 class Answerer:
     """One generation actor: the model loaded once, shards answered one after the other."""
 
-    def __init__(
-        self, model: Path, config: DistillConfig, device: str, directory: Path, eos_token_ids: Sequence[int]
-    ) -> None:
-        self.config, self.directory = config, directory
+    def __init__(self, model: Path, config: DistillConfig, device: str, eos_token_ids: Sequence[int]) -> None:
+        self.config = config
         backbone = load_model(model, dtype_of(config.dtype), device)
         self.engine = MedusaEngine(backbone, eos_token_ids=eos_token_ids, pack=True)
         self.chat = ChatFormat(load_tokenizer(model), eos_token_ids)
 
-    def run(self, shard: tuple[int, list[Conversation]]) -> dict[str, int]:
+    def run(self, shard: tuple[Path, list[Conversation]]) -> dict[str, int]:
         """Answers a shard's requests and writes its rejected rows, then its rows: the rows' file means it is done."""
-        index, requests = shard
+        path, requests = shard
         rows: list[Conversation] = []
         rejected: list[tuple[str, str]] = []
         for conversation, reason in self._answer(requests):
@@ -124,10 +118,8 @@ class Answerer:
                 rows.append(conversation)
         rows.sort(key=lambda row: row.sample_id)
         columns = [[r[0] for r in rejected], [r[1] for r in rejected]]
-        write_table(
-            self.directory / "rejected" / f"shard-{index:05d}.parquet", pa.table(columns, schema=REJECTED_SCHEMA)
-        )
-        write_table(_shard_path(self.directory, index), self._table(rows))
+        write_table(path.parent / "rejected" / path.name, pa.table(columns, schema=REJECTED_SCHEMA))
+        write_table(path, self._table(rows))
         return {"requests": len(requests), "tokens": sum(sum(row.loss_mask) for row in rows)}
 
     def _answer(self, requests: list[Conversation]) -> list[tuple[Conversation, str]]:
@@ -229,8 +221,3 @@ def _counts(partial: Path, requests: int) -> dict[str, Any]:
 
 def _shard_path(directory: Path, index: int) -> Path:
     return directory / f"shard-{index:05d}.parquet"
-
-
-def _threads(context: Context, actors: int) -> int:
-    """Actors share the cores evenly."""
-    return max(1, context.cluster.cpus // actors)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,6 +64,13 @@ class Context:
     store: ArtifactStore
     placement: Placement = field(default_factory=Placement)
     cluster: Cluster = field(default_factory=Cluster)
+
+    def map(self, make: Callable[..., Any], arguments: dict[str, Any], shards: Sequence[Any]) -> Iterator[Any]:
+        """`make(**arguments).run(shard)` for every shard, as they finish, over actors that share the machine evenly."""
+        actors = self.placement.actor_count
+        gpus = 1.0 if self.placement.resolved_device().startswith("cuda") else 0.0
+        threads = max(1, self.cluster.cpus // actors)
+        return self.cluster.map(make, arguments, shards, actors=actors, threads=threads, gpus=gpus)
 
 
 def write_table(path: Path, table: pa.Table) -> None:

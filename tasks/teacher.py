@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
 from infra.progress import track
-from infra.ray_cluster import map_shards
 from medusa_core.packing import pack_linears
 from medusa_core.tap import HiddenTap, read_positions
 from tasks.backbone import backbone_identity, backbone_info, load_model, model_dir
@@ -72,17 +71,13 @@ def teacher(context: Context, config: TeacherConfig, *, backbone: Artifact, dist
         with track("teacher", distill.counts["rows"], "answers") as progress:
             progress.skip(sum(pq.read_metadata(path).num_rows for path in shards if path not in pending))
             if pending:
-                context.cluster.start()
-                actors = context.placement.actor_count
                 arguments = {
                     "model": model_dir(backbone),
                     "config": config,
                     "keep_hidden": keep,
                     "device": context.placement.resolved_device(),
-                    "directory": partial,
                 }
-                threads = max(1, context.cluster.cpus // actors)
-                for done in map_shards(Reader, arguments, pending, actors=actors, threads=threads):
+                for done in context.map(Reader, arguments, [(path, partial / path.name) for path in pending]):
                     progress.advance(done["rows"], f"{done['positions']:,} positions in the last shard")
         return _counts(partial)
 
@@ -104,19 +99,21 @@ def unpack_hidden(raw: bytes, hidden_size: int, dtype: torch.dtype) -> torch.Ten
 class Reader:
     """One teacher actor: the model loaded once, one pass per answer."""
 
-    def __init__(self, model: Path, config: TeacherConfig, keep_hidden: bool, device: str, directory: Path) -> None:
-        self.config, self.keep_hidden, self.directory = config, keep_hidden, directory
+    def __init__(self, model: Path, config: TeacherConfig, keep_hidden: bool, device: str) -> None:
+        self.config, self.keep_hidden = config, keep_hidden
         self.model = load_model(model, dtype_of(config.dtype), device)
         pack_linears(self.model)
         self.tap = HiddenTap(self.model)
 
-    def run(self, shard: Path) -> dict[str, int]:
-        table = pq.read_table(shard, columns=["sample_id", "input_ids", "loss_mask"])
+    def run(self, shard: tuple[Path, Path]) -> dict[str, int]:
+        """Reads a distill shard and writes its teacher shard."""
+        source, target = shard
+        table = pq.read_table(source, columns=["sample_id", "input_ids", "loss_mask"])
         rows = [
             self._row(sample, np.asarray(ids), np.asarray(mask))
             for sample, ids, mask in zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
         ]
-        write_table(self.directory / shard.name, pa.Table.from_pylist(rows, schema=SCHEMA))
+        write_table(target, pa.Table.from_pylist(rows, schema=SCHEMA))
         return {"rows": len(rows), "positions": sum(len(row["positions"]) for row in rows)}
 
     def _row(self, sample_id: str, input_ids: np.ndarray, loss_mask: np.ndarray) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def train_medusa1(
                 "accumulation steps don't divide: choose a multiple"
             )
         context.cluster.start()
+        context.cluster.free()
         run_training(
             {
                 "config": config.model_dump(),
