@@ -22,14 +22,15 @@ from tasks.prompts import SPLITS, collect_prompts
 from tasks.stage import Context, dtype_of
 from tasks.teacher import plan_bytes
 
-# Measured on two cores with the embedded backbone; the table in docs/performance.md says when and how.
+# Measured with the embedded backbone on two cores (docs/performance.md); other models and machines will differ.
 ASSUMED: dict[str, float] = {
-    "prompts per split, if the prompts are not collected yet (train)": 281,
-    "share of max_new_tokens an answer fills": 0.85,
-    "distilled tokens per second": 400,
-    "teacher positions per second": 700,
-    "trained positions per second": 3000,
-    "minutes of loading and compiling per timed stage": 1.5,
+    "tokens per answer as a share of max_new_tokens": 1.05,
+    "distilled tokens per second": 240,
+    "teacher positions per second": 730,
+    "trained positions per second": 1500,
+    "minutes to start training": 0.7,
+    "minutes of the latency stage": 0.6,
+    "minutes of the benchmark beyond its timed part": 3.5,
 }
 
 
@@ -121,15 +122,12 @@ def _costs(config: RunConfig, prompts: Mapping[str, int], results: Mapping[str, 
         info = backbone_info(results["backbone"])
         hidden, vocab = info.hidden_size, info.vocab_size
     requests = (prompts["train"] + prompts["calibration"]) * len(config.distill.temperatures)
-    tokens = int(requests * config.distill.max_new_tokens * ASSUMED["share of max_new_tokens an answer fills"])
+    tokens = int(requests * config.distill.max_new_tokens * ASSUMED["tokens per answer as a share of max_new_tokens"])
     train = int(tokens * prompts["train"] / max(1, prompts["train"] + prompts["calibration"]))
     dtype = dtype_of(config.teacher.dtype)
     keep = config.teacher.hidden != "off"
     teacher = plan_bytes(tokens, hidden_size=hidden, top_k=config.teacher.top_k, keep_hidden=keep, dtype=dtype)
-    load = ASSUMED["minutes of loading and compiling per timed stage"]
-    bench = config.benchmark
-    rows = min(config.heads.vocab or vocab, vocab) if config.heads.lm_head == "own" else 0
-    heads = config.heads.num_heads * hidden * (config.heads.num_layers * hidden + rows) * 2
+    heads = _heads_bytes(config, hidden, vocab)
     return {
         "distill": {
             "tokens": tokens,
@@ -144,11 +142,22 @@ def _costs(config: RunConfig, prompts: Mapping[str, int], results: Mapping[str, 
         "train-medusa1": {
             "tokens": train * config.train.epochs,
             "bytes": heads,
-            "minutes": train * config.train.epochs / ASSUMED["trained positions per second"] / 60 + 0.5,
+            "minutes": train * config.train.epochs / ASSUMED["trained positions per second"] / 60
+            + ASSUMED["minutes to start training"],
         },
-        "latency": {"minutes": load},
-        "benchmark": {"minutes": bench.max_minutes + 2 * load},
+        "latency": {"minutes": ASSUMED["minutes of the latency stage"]},
+        "benchmark": {
+            "minutes": config.benchmark.max_minutes + ASSUMED["minutes of the benchmark beyond its timed part"]
+        },
     }
+
+
+def _heads_bytes(config: RunConfig, hidden: int, vocab: int) -> int:
+    """Bytes of the heads' weights in their training dtype, vocabulary map included."""
+    heads, rows = config.heads, min(config.heads.vocab or vocab, vocab)
+    block = hidden * hidden if heads.block == "paper" else 2 * heads.mlp_width * hidden * hidden
+    own = rows * hidden if heads.lm_head == "own" else 0
+    return heads.num_heads * (heads.num_layers * block + own) * dtype_of(config.train.dtype).itemsize + 8 * rows
 
 
 def _free(root: Path) -> int:

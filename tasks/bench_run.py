@@ -27,23 +27,25 @@ _REFERENCE_BATCH = 8
 
 def run_benchmark(spec: dict[str, Any]) -> dict[str, Any]:
     """Measurements: `rows` (one per contestant, prompt and turn), `workers` (load and warm-up seconds, peak memory),
-    `lossless`, `divergence` and `copy_gbps`."""
+    `lossless`, `divergence_gaps` (logit gaps where timed answers part) and `copy_gbps`."""
     config = spec["config"]
     prompts = [BenchPrompt.from_json(value) for value in spec["prompts"]]
     tokenizer = load_tokenizer(Path(spec["model"]))
     chat = ChatFormat(tokenizer, spec["eos_token_ids"])
     workers = start_workers(_contestants(spec, chat, prompts))
     try:
-        rows = _timed(workers, prompts, chat, config)
+        rows, contexts = _timed(workers, prompts, chat, config)
         for worker in workers:
             worker.loaded["peak_memory_mb"] = worker.memory_mb()
     finally:
         for worker in workers:
             worker.close()
+    lossless, gaps = _lossless(spec, chat, prompts, divergences(rows, contexts))
     return {
         "rows": rows,
         "workers": {worker.contestant.name: worker.loaded for worker in workers},
-        "lossless": _lossless(spec, chat, prompts),
+        "lossless": lossless,
+        "divergence_gaps": gaps,
         "copy_gbps": copy_bandwidth(),
     }
 
@@ -94,9 +96,13 @@ def _with_tree(base: Contestant, name: str, heads: str, portfolio: str) -> Conte
 
 def _timed(
     workers: list[Worker], prompts: list[BenchPrompt], chat: ChatFormat, config: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Every contestant answers a prompt before the next prompt is begun; who starts changes from prompt to prompt."""
+) -> tuple[list[dict[str, Any]], dict[tuple[str, int], list[int]]]:
+    """Every contestant answers a prompt before the next prompt is begun; who starts changes from prompt to prompt.
+
+    Returns the measurements, and the ids that each (prompt, turn) was asked with.
+    """
     rows: list[dict[str, Any]] = []
+    contexts: dict[tuple[str, int], list[int]] = {}
     deadline = time.monotonic() + 60 * config["max_minutes"]
     with track("benchmark", len(prompts), "prompts") as progress:
         for number, prompt in enumerate(prompts):
@@ -109,13 +115,27 @@ def _timed(
                     ids = ids + chat.following(list(prompt.turns[: turn + 1]), ended)
                 else:
                     ids = chat.first(prompt.turns[0])
+                contexts[prompt.prompt_id, turn] = ids
                 order = workers[number % len(workers) :] + workers[: number % len(workers)]
                 answers = {w.contestant.name: w.answer([ids], config["max_new_tokens"])[0] for w in order}
                 rows += [_row(name, prompt, turn, ids, answer) for name, answer in answers.items()]
                 # The next turn's context is the same for all: the reference's answer.
                 ids = ids + answers[REFERENCE].tokens
             progress.advance(1)
-    return rows
+    return rows, contexts
+
+
+def divergences(
+    rows: list[dict[str, Any]], contexts: dict[tuple[str, int], list[int]]
+) -> list[tuple[list[int], list[int]]]:
+    """Where the reference's and this engine's timed answers part: (ids so far, the two tokens, or one and an end)."""
+    answers = {(row["engine"], row["prompt_id"], row["turn"]): row["tokens"] for row in rows}
+    parted = []
+    for (prompt, turn), ids in contexts.items():
+        left, right = answers[REFERENCE, prompt, turn], answers[MEDUSA, prompt, turn]
+        if (place := first_difference(left, right)) is not None:
+            parted.append((ids + left[:place], left[place : place + 1] + right[place : place + 1]))
+    return parted
 
 
 def _row(name: str, prompt: BenchPrompt, turn: int, ids: list[int], answer: Answer) -> dict[str, Any]:
@@ -136,11 +156,14 @@ def _row(name: str, prompt: BenchPrompt, turn: int, ids: list[int], answer: Answ
     }
 
 
-def _lossless(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt]) -> dict[str, Any]:
+def _lossless(
+    spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt], parted: list[tuple[list[int], list[int]]]
+) -> tuple[dict[str, Any], list[float]]:
     """Greedy in float32: transformers' generate against this engine with the tree, token by token.
 
     Not timed, so both run at once, on half of the threads each. At the first difference the two tokens' logits are
-    compared in float64: closer than 1e-4 is a tie, anything else a mismatch.
+    compared in float64: closer than 1e-4 is a tie, anything else a mismatch. The same comparison says how close the
+    two tokens were where the timed answers, in their own dtype, parted.
     """
     config = spec["config"]
     threads = max(1, spec["threads"] // 2)
@@ -172,12 +195,11 @@ def _lossless(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt]
             if place is None:
                 continue
             both = expected[index][place : place + 1] + found[index][place : place + 1]
-            gap = float("inf")
-            if len(both) == 2:
-                gap = workers[0].gap64(ids[index] + expected[index][:place], both[0], both[1])
+            gap = _gap(workers[0], ids[index] + expected[index][:place], both)
             worst = max(worst, gap)
             ties += gap < TIE_GAP
             mismatched += gap >= TIE_GAP
+        gaps = [_gap(workers[0], before, both) for before, both in parted]
     finally:
         for worker in workers:
             worker.close()
@@ -188,7 +210,12 @@ def _lossless(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt]
         "mismatched_prompts": mismatched,
         "ties": ties,
         "worst_gap": None if worst == float("inf") else worst,
-    }
+    }, gaps
+
+
+def _gap(worker: Worker, before: list[int], both: list[int]) -> float:
+    """Float64 logit gap of two tokens after `before`; infinite if one of the answers just ends there."""
+    return worker.gap64(before, both[0], both[1]) if len(both) == 2 else float("inf")
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:

@@ -124,11 +124,12 @@ def _lossless(report: Report) -> str:
             "places where two tokens' logits are closer than 1e-4 in float64, so that either is the model's choice.</p>"
         )
     if bf16:
+        diverged, gap = number(bf16.get("diverged")), number(bf16.get("max_gap"))
+        within = f", the two tokens' logits at most {gap:.3g} apart there in float64" if diverged and gap else ""
         sentences.append(
-            f"<p>In bfloat16 {figure(bf16.get('diverged'))} of {figure(bf16.get('prompts'))} prompts leave plain "
-            f"decoding at some token, each where the top two logits are within {figure(bf16.get('max_gap'), 3)}. A "
-            "product over many rows rounds differently from one over a single row; one step of bfloat16 at this size "
-            "is about 0.125.</p>"
+            f"<p>In the timed run {figure(bf16.get('diverged'))} of {figure(bf16.get('prompts'))} answers leave those "
+            f"of transformers at some token{within}. A product over many rows rounds differently from one over a "
+            "single row; one step of bfloat16 at this size is about 0.125.</p>"
         )
     return section("Proof that nothing was lost", "Speed counts only if the answers stay the same.", "".join(sentences))
 

@@ -7,7 +7,6 @@ heads up to rounding. Interrupted, it goes on from its last checkpoint. Knows no
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.artifacts import Artifact, artifact_key, digest_file
+from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
 from infra.progress import track
-from medusa_core.checkpoint import CONFIG, WEIGHTS
+from medusa_core.checkpoint import WEIGHTS
 from medusa_core.heads import HeadsConfig
 from tasks.backbone import backbone_identity, backbone_info, model_dir
 from tasks.distill import shard_paths as distill_shards
@@ -29,7 +28,6 @@ from tasks.training_data import count_positions, frequent_tokens, pair_shards
 
 KIND, STAGE_VERSION = "heads", 1
 PROGRESS = ".progress.json"
-log = logging.getLogger(__name__)
 
 
 class TrainConfig(BaseModel):
@@ -183,5 +181,4 @@ def _followed(path: Path) -> Iterator[None]:
 def _counts(partial: Path, positions: int) -> dict[str, Any]:
     evaluation = json.loads((partial / "evaluation.json").read_text())
     size = (partial / "heads" / WEIGHTS).stat().st_size
-    log.info("heads %s", digest_file(partial / "heads" / CONFIG)[:12])
     return {"positions": positions, "bytes": size, **evaluation["final"]}

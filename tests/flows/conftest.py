@@ -77,7 +77,7 @@ def toy_config(directory: Path, toy_dir: Path, **changes: Any) -> Path:
     return path
 
 
-def run_medusa(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run_medusa(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
     command: Sequence[str] = [str(MEDUSA), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)

@@ -144,7 +144,7 @@ def test_the_headline_and_the_settings_are_there() -> None:
         "Registered as smollm2/4 · champion",
         "transformers-static-compiled",
         "1.87 tokens per step ÷ 1.20 overhead (54.7 ms against 45.7 ms for a plain step) = 1.56×",
-        "15 of 24 prompts leave plain decoding",
+        "15 of 24 answers leave those of transformers",
         "27.4% first · 51.1% in five",
         "memcpy gbps",
         "first token ms",
