@@ -39,6 +39,8 @@ app.add_typer(registry_app, name="registry")
 out = Console() if sys.stdout.isatty() else Console(width=120)
 err = Console(stderr=True)
 
+_INTERRUPTED = 130
+
 Root = Annotated[
     Path | None, typer.Option("--root", help="Where everything lies; default $MEDUSA_ROOT or ./medusa-root.")
 ]
@@ -307,9 +309,11 @@ def main() -> None:
     """Runs the command line with the exit codes that others script against."""
     try:
         app(standalone_mode=True)
-    except KeyboardInterrupt:
-        err.print("interrupted; run the same command again to go on")
-        sys.exit(130)
+    except SystemExit as ending:
+        # Typer turns an interrupt into this code without a word.
+        if ending.code == _INTERRUPTED:
+            err.print("interrupted; run the same command again to go on")
+        raise
     except Exception as error:
         if (sentence := _user_fault(error)) is None:
             raise

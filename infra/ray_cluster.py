@@ -27,6 +27,7 @@ class Cluster:
     def __init__(self, address: str | None = None, *, cpus: int | None = None) -> None:
         """`address` joins an existing cluster; otherwise a local one with `cpus` cores is started."""
         self.address, self.cpus = address, cpus or os.cpu_count() or 1
+        self._started = False
         self._scratch: Path | None = None
         self._pool: _Pool | None = None
 
@@ -37,6 +38,7 @@ class Cluster:
 
         if ray.is_initialized():
             return
+        self._started = True
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "ignore_reinit_error": True}
         if self.address:
             try:
@@ -64,11 +66,14 @@ class Cluster:
             self._pool = None
 
     def stop(self) -> None:
+        """Ends what `start` began. Does nothing, not even import Ray, if that never happened."""
+        if not self._started:
+            return
         import ray
 
         self.free()
-        if ray.is_initialized():
-            ray.shutdown()
+        ray.shutdown()
+        self._started = False
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
