@@ -125,7 +125,7 @@ def _costs(config: RunConfig, prompts: Mapping[str, int], results: Mapping[str, 
     tokens = int(requests * config.distill.max_new_tokens * ASSUMED["tokens per answer as a share of max_new_tokens"])
     train = int(tokens * prompts["train"] / max(1, prompts["train"] + prompts["calibration"]))
     dtype = dtype_of(config.teacher.dtype)
-    keep = config.teacher.hidden != "off"
+    keep = config.teacher.hidden != "live"
     teacher = plan_bytes(tokens, hidden_size=hidden, top_k=config.teacher.top_k, keep_hidden=keep, dtype=dtype)
     heads = _heads_bytes(config, hidden, vocab)
     return {

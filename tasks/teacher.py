@@ -42,12 +42,16 @@ SCHEMA = pa.schema(
 
 
 class TeacherConfig(BaseModel):
-    """What is kept of the backbone's distribution. `hidden: auto` keeps hidden states if they fit on the disk."""
+    """What is kept of the backbone's distribution.
+
+    `hidden`: `keep` writes hidden states, `live` leaves them to be made again by training, `auto` keeps what fits.
+    (Not on and off: YAML reads those as booleans.)
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     top_k: int = Field(8, ge=1)
-    hidden: Literal["auto", "on", "off"] = "auto"
+    hidden: Literal["auto", "keep", "live"] = "auto"
     dtype: str = "bfloat16"
     disk_share: float = Field(0.5, gt=0, le=1, description="share of the free disk that `auto` may fill")
 
@@ -147,7 +151,7 @@ def top_k_with_tail(logits_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torc
 
 def _keep_hidden(context: Context, config: TeacherConfig, positions: int, hidden_size: int) -> bool:
     if config.hidden != "auto":
-        return config.hidden == "on"
+        return config.hidden == "keep"
     context.store.root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(context.store.root).free
     need = plan_bytes(

@@ -42,7 +42,7 @@ def test_one_rank_and_two_train_the_same_heads(toy_run: Any, tmp_path: Path) -> 
 
 def test_hidden_states_made_live_train_the_same_heads(toy_run: Any, tmp_path: Path) -> None:
     cached, _ = train(toy_run, tmp_path / "cached")
-    live, _ = train(toy_run, tmp_path / "live", "teacher.hidden=off")
+    live, _ = train(toy_run, tmp_path / "live", "teacher.hidden=live")
     assert cached == pytest.approx(live, rel=2e-3)
 
 
