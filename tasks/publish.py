@@ -234,6 +234,9 @@ def _stage_files(
     folder = "heads/" if "heads/config.json" in heads.manifest["files"] else ""
     for name in ("heads.safetensors", "config.json"):
         _copy(heads.file(folder + name), staged / "heads" / name)
+    # Held-out accuracy and curve, which imported heads don't have; a later benchmark of the version reports them.
+    for name in {"evaluation.json", "curve.jsonl"} & heads.manifest["files"].keys():
+        _copy(heads.file(name), staged / name)
     _copy(tree.file("portfolio.json"), staged / "tree" / "portfolio.json")
     for artifact, folder in ((ranks, "ranks"), (latency, "latency")):
         for name in artifact.manifest["files"]:
