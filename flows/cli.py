@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 import flows  # noqa: F401  (sets the environment before anything reads it)
+from infra.environment import default_root
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -266,7 +267,7 @@ def _registry(root: Path | None) -> Any:
 
 
 def _root(root: Path | None) -> Path:
-    return (root or Path(os.environ.get("MEDUSA_ROOT", "medusa-root"))).absolute()
+    return root.absolute() if root else default_root()
 
 
 def _log_to_terminal() -> None:

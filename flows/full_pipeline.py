@@ -19,6 +19,7 @@ from flows.config import RunConfig, dump_config
 from flows.run_directory import RunDirectory
 from flows.stages import STAGES, Results, Run, Stage
 from infra.artifacts import Artifact, ArtifactStore
+from infra.environment import default_root
 from infra.errors import UserError
 from infra.ray_cluster import Cluster
 from infra.registry import Registry
@@ -28,11 +29,6 @@ from tasks.publish import publish, rival_of
 from tasks.stage import Context
 
 log = logging.getLogger(__name__)
-
-
-def default_root() -> Path:
-    """Where artifacts, runs and the registry lie if nobody says: $MEDUSA_ROOT, or `medusa-root` here."""
-    return Path(os.environ.get("MEDUSA_ROOT", "medusa-root")).absolute()
 
 
 def check_prefect(timeout: float = 5.0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from pathlib import Path
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -28,3 +29,8 @@ def quiet(environment: MutableMapping[str, str] = os.environ) -> None:
     if "CUDA_VISIBLE_DEVICES" not in environment and not os.path.exists("/dev/nvidia0"):
         # Without it DeepSpeed probes for compilers of accelerators that aren't there.
         environment.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def default_root() -> Path:
+    """Where artifacts, runs and the registry lie if nobody says: $MEDUSA_ROOT, or `medusa-root` here."""
+    return Path(os.environ.get("MEDUSA_ROOT", "medusa-root")).absolute()
