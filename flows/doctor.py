@@ -106,4 +106,4 @@ def _disk(root: Path) -> Finding:
         place = place.parent
     free = shutil.disk_usage(place).free / 2**30
     state = "ok" if free > 5 else "problem"
-    return _finding("disk", state, f"{free:.1f} GiB free at {place}; the default recipe takes about 2")
+    return _finding("disk", state, f"{free:.1f} GiB free at {place}; the default recipe leaves about 0.5")
