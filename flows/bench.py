@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from flows.versions import backbone_of, find_version
 from infra.errors import UserError
-from infra.fresh_process import run_fresh
 from tasks.bench_prompts import read_mt_bench
-from tasks.benchmark import BenchmarkConfig, bench_spec
+from tasks.benchmark import BenchmarkConfig, bench_spec, measure
 from tasks.stage import Placement, dtype_of
 
 
@@ -46,8 +44,7 @@ def decode(
         threads=threads or os.cpu_count() or 1,
         champion=None,
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        report = run_fresh("tasks.benchmark", spec, Path(scratch), threads=spec["threads"])
+    report = measure(spec)
     del report["rows"]
     name, _, version = served.reference.rpartition("/")
     if version.isdigit():

@@ -88,10 +88,13 @@ def run(
     _log_to_terminal()
     # A failed stage is reported by this command, in one paragraph; Prefect would print its traceback first.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
-    from flows.full_pipeline import check_prefect, medusa
+    from flows.prefect_server import begin_server, wait_for_server
+
+    begin_server()
+    from flows.full_pipeline import medusa
     from flows.summary import print_summary
 
-    check_prefect()
+    wait_for_server()
     report = medusa(settings, root=str(place), until=until)
     if as_json:
         print(json.dumps(report, indent=2))

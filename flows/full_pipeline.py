@@ -6,7 +6,6 @@ Orchestration only: stages are functions of `tasks`, their order stands in `flow
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from flows.run_directory import RunDirectory
 from flows.stages import STAGES, Results, Run, Stage
 from infra.artifacts import Artifact, ArtifactStore
 from infra.environment import default_root
-from infra.errors import UserError
 from infra.ray_cluster import Cluster
 from infra.registry import Registry
 from tasks.backbone import backbone_info
@@ -29,22 +27,6 @@ from tasks.publish import publish, rival_of
 from tasks.stage import Context
 
 log = logging.getLogger(__name__)
-
-
-def check_prefect(timeout: float = 5.0) -> None:
-    """UserError within seconds if PREFECT_API_URL is set and nothing answers there."""
-    url = os.environ.get("PREFECT_API_URL")
-    if not url:
-        return
-    import httpx
-
-    try:
-        httpx.get(url.rstrip("/") + "/health", timeout=timeout)
-    except httpx.HTTPError as error:
-        raise UserError(
-            f"PREFECT_API_URL is {url!r}, but nothing answers there ({error}): start the server, or unset the "
-            "variable to run without one"
-        ) from None
 
 
 @flow(name="medusa")

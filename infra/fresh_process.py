@@ -1,49 +1,77 @@
-"""Runs a module in a process of its own, so that what it times shares nothing with the pipeline around it."""
+"""Objects that live in a process of their own, so that what they time or hold shares nothing with the pipeline.
+
+The processes are forked from a server that has done nothing but import: as clean as a new interpreter, without paying
+for the imports each time. Knows nothing of what the objects do.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
+import contextlib
+import multiprocessing as mp
+from collections.abc import Callable
 from typing import Any
 
 from infra.environment import quiet
 from infra.errors import UserError
 
 
-def run_fresh(module: str, spec: Mapping[str, Any], scratch: Path, *, threads: int) -> dict[str, Any]:
-    """`python -m module SPEC RESULT` with an explicit thread count; returns the JSON it wrote.
+class FreshProcess:
+    """`make(*arguments)` in a process of its own; `call` runs a method there and hands back its result."""
 
-    Its standard error goes through. UserError with the module's own sentence if it exits with 2.
-    """
-    scratch.mkdir(parents=True, exist_ok=True)
-    spec_path, result_path = scratch / "spec.json", scratch / "result.json"
-    spec_path.write_text(json.dumps(spec))
-    result_path.unlink(missing_ok=True)
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    # Everything a timed stage needs is on disk by now.
-    environment |= {"HF_HUB_OFFLINE": "1"}
-    quiet(environment)
-    done = subprocess.run([sys.executable, "-m", module, str(spec_path), str(result_path)], env=environment)
-    if done.returncode == 2 and result_path.exists():
-        raise UserError(json.loads(result_path.read_text())["error"])
-    if done.returncode:
-        raise RuntimeError(f"{module} ended with exit code {done.returncode}; its output stands above")
-    result: dict[str, Any] = json.loads(result_path.read_text())
-    return result
+    def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
+        """`make` and its arguments travel by pickle. The object is made at once, but not waited for."""
+        self.name = name
+        context = mp.get_context("forkserver")
+        # Takes effect when the server starts, at the first use; what it lacks later, a child imports itself.
+        context.set_forkserver_preload([make.__module__])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """UserError if the method says its input is wrong, RuntimeError for anything else it raises or if it dies."""
+        try:
+            self._pipe.send((method, arguments))
+            status, value = self._pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join(5)
+            raise RuntimeError(f"the {self.name} process died (exit code {self._process.exitcode})") from None
+        if status == "input":
+            raise UserError(value)
+        if status == "error":
+            raise RuntimeError(f"{self.name}: {value}")
+        return value
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """Ends the process; asked once more, does nothing."""
+        if self.alive:
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
+            self._process.join(10)
+            self._process.kill()
+
+    def __enter__(self) -> FreshProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def fresh_main(run: Any) -> None:
-    """Entry point of such a module: `run(spec) -> result`, a wrong input becomes exit code 2 and a sentence."""
-    spec_path, result_path = Path(sys.argv[1]), Path(sys.argv[2])
-    try:
-        result = run(json.loads(spec_path.read_text()))
-    except ValueError as error:
-        if type(error) is ValueError:
-            raise
-        result_path.write_text(json.dumps({"error": str(error)}))
-        sys.exit(2)
-    result_path.write_text(json.dumps(result))
+def _serve(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    quiet()
+    made = None
+    # An interrupt reaches the whole process group; the parent is the one that reports it.
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (message := pipe.recv()) is not None:
+            try:
+                made = make(*arguments) if made is None else made
+                pipe.send(("ok", getattr(made, message[0])(*message[1])))
+            except Exception as error:  # handed to the parent, which raises it
+                # These two modules hold the errors that mean wrong input; anything else is a fault.
+                own = type(error).__module__ in ("infra.errors", "medusa_core.errors")
+                pipe.send(("input", str(error)) if own else ("error", f"{type(error).__name__}: {error}"))

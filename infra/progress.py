@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,9 +42,10 @@ class Tracker:
     _last: float = 0.0
 
     def skip(self, amount: float) -> None:
-        """Counts work that an earlier run did; it doesn't enter the rate."""
+        """Counts work that an earlier run did, or that was done while starting up; it doesn't enter the rate."""
         self.done += amount
         self._baseline += amount
+        self.start = time.monotonic()
 
     def advance(self, amount: float, note: str = "") -> None:
         self.done += amount
@@ -54,10 +56,11 @@ class Tracker:
             self._publish()
 
     def text(self) -> str:
-        rate = (self.done - self._baseline) / max(1e-9, time.monotonic() - self.start)
-        left = (self.total - self.done) / rate if rate > 0 else 0.0
-        figures = f"{self.done:,.0f}/{self.total:,.0f} {self.unit}, {rate:,.1f} {self.unit}/s, {left:,.0f} s left"
-        return f"{figures}, {self.note}" if self.note else figures
+        figures = [f"{self.done:,.0f}/{self.total:,.0f} {self.unit}"]
+        if (done := self.done - self._baseline) > 0:
+            rate = done / max(1e-9, time.monotonic() - self.start)
+            figures += [f"{rate:,.1f} {self.unit}/s", f"{(self.total - self.done) / rate:,.0f} s left"]
+        return ", ".join(figures + [self.note] * bool(self.note))
 
     def _publish(self) -> None:
         if not sys.stderr.isatty():
@@ -86,3 +89,32 @@ def track(label: str, total: float, unit: str) -> Iterator[Tracker]:
         tracker.advance = advance  # type: ignore[method-assign]
         yield tracker
     tracker._publish()
+
+
+@contextmanager
+def followed(tracker: Tracker, read: Callable[[], tuple[float, str]]) -> Iterator[None]:
+    """While the block runs, asks `read` once a second how much is done in all (and a note) and shows it.
+
+    For work in other processes, which say how far they are in files.
+    """
+    stop = threading.Event()
+
+    def follow() -> None:
+        started = False
+        while not stop.wait(1.0):
+            done, note = read()
+            if done > tracker.done and not started:
+                started = True
+                tracker.skip(done - tracker.done)
+            if done > tracker.done:
+                tracker.advance(done - tracker.done, note)
+
+    thread = threading.Thread(target=follow, name=f"{tracker.label}-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        done, note = read()
+        tracker.advance(max(0.0, done - tracker.done), note)

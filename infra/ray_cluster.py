@@ -19,6 +19,12 @@ from infra.errors import UserError
 log = logging.getLogger(__name__)
 
 _MAX_DEATHS = 3
+# Ray Train on one machine: no node is taken away from under it, nobody reads its metrics, and short runs end at once.
+_LOCAL_TRAIN = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
 
 
 class Cluster:
@@ -48,6 +54,11 @@ class Cluster:
                     f"no Ray cluster answers at {self.address!r} ({error}): start it, or leave the address out"
                 ) from None
             return
+        # Workers inherit these. A runtime environment would say it too, but the workers that Ray starts ahead of need
+        # fit only actors without one.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+        for name, value in _LOCAL_TRAIN.items():
+            os.environ.setdefault(name, value)
         # A short path: the sockets below it have a length limit. An own folder: several runs may share a machine.
         self._scratch = Path(tempfile.mkdtemp(prefix="mr-", dir="/tmp" if Path("/tmp").is_dir() else None))
         ray.init(
@@ -55,7 +66,6 @@ class Cluster:
             include_dashboard=False,
             object_store_memory=256 * 2**20,
             _temp_dir=str(self._scratch),
-            runtime_env={"env_vars": {"PYTHONWARNINGS": "ignore"}},
             **common,
         )
 
@@ -90,20 +100,20 @@ class Cluster:
     ) -> Iterator[Any]:
         """Yields `make(**arguments).run(shard)` for every shard, as they finish, over `actors` Ray actors.
 
-        The actors stay for the next call with the same arguments, since loading them costs more than small shards do.
-        One that dies is replaced and its shard given again, up to three deaths; an error that `run` raises ends the
-        map and is raised here, stripped of Ray's wrapping.
+        The actors' processes stay for the next call, and so does what they made if `make` and its arguments are the
+        same: starting and loading cost more than small shards do. One that dies is replaced and its shard given again,
+        up to three deaths; an error that `run` raises ends the map and is raised here, stripped of Ray's wrapping.
         """
         self.start()
         import ray
 
-        pool = self._pool_for(make, arguments, actors=actors, threads=threads, gpus=gpus)
+        pool = self._pool_for(actors=actors, threads=threads, gpus=gpus)
         idle, queue, running, deaths = list(pool.actors), list(shards), {}, 0
         try:
             while queue or running:
                 while idle and queue:
                     actor, shard = idle.pop(), queue.pop(0)
-                    running[actor.run.remote(shard)] = (actor, shard)
+                    running[actor.run.remote(make, arguments, shard)] = (actor, shard)
                 (finished,), _ = ray.wait(list(running), num_returns=1)
                 actor, shard = running.pop(finished)
                 try:
@@ -123,30 +133,46 @@ class Cluster:
                 # Left early: what the actors still do is nobody's any more.
                 self.free()
 
-    def _pool_for(
-        self, make: Callable[..., Any], arguments: dict[str, Any], *, actors: int, threads: int, gpus: float
-    ) -> _Pool:
-        signature = (make, repr(sorted(arguments.items())), actors, threads, gpus)
-        if self._pool is None or self._pool.signature != signature:
+    def _pool_for(self, *, actors: int, threads: int, gpus: float) -> _Pool:
+        if self._pool is None or self._pool.shape != (actors, threads, gpus):
             self.free()
-            import ray
-
-            environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-            remote = ray.remote(num_cpus=threads, num_gpus=gpus, runtime_env={"env_vars": environment})(make)
-            self._pool = _Pool(signature, lambda: remote.remote(**arguments), actors)
+            self._pool = _Pool(actors, threads, gpus)
         return self._pool
 
 
-class _Pool:
-    """Actors of one kind, alike and replaceable."""
+class _Host:
+    """One actor's process. It keeps the worker it made last, and its imports for whichever kind of worker is next."""
 
-    def __init__(self, signature: tuple[Any, ...], create: Callable[[], Any], count: int) -> None:
-        self.signature, self.create = signature, create
-        self.actors = [create() for _ in range(count)]
+    def __init__(self, threads: int) -> None:
+        quiet()
+        import torch
+
+        torch.set_num_threads(threads)
+        self._made: tuple[Any, Any] | None = None
+
+    def run(self, make: Callable[..., Any], arguments: dict[str, Any], shard: Any) -> Any:
+        signature = (make, repr(sorted(arguments.items())))
+        if self._made is None or self._made[0] != signature:
+            # The old worker goes before the new one comes: two models may not fit.
+            self._made = None
+            self._made = (signature, make(**arguments))
+        return self._made[1].run(shard)
+
+
+class _Pool:
+    """Hosts, alike and replaceable."""
+
+    def __init__(self, actors: int, threads: int, gpus: float) -> None:
+        import ray
+
+        self.shape = (actors, threads, gpus)
+        remote = ray.remote(num_cpus=threads, num_gpus=gpus)(_Host)
+        self._create = lambda: remote.remote(threads)
+        self.actors = [self._create() for _ in range(actors)]
 
     def replace(self, dead: Any) -> Any:
         self.actors.remove(dead)
-        self.actors.append(self.create())
+        self.actors.append(self._create())
         return self.actors[-1]
 
     def kill(self) -> None:

@@ -101,8 +101,8 @@ class MedusaEngine:
         queue = list(zip(prompts, each, strict=True))
         order: list[int] = []
         while queue or session.active:
-            while queue and session.free:
-                added = session.add_request(*queue.pop(0))
+            asked, queue = queue[: session.free], queue[session.free :]
+            for added in session.add_requests(asked):
                 order.append(added.request)
                 done[added.request] = added.generation
             session.step()
@@ -128,25 +128,22 @@ class MedusaEngine:
         ancestors_NN: torch.Tensor,
         depths_N: torch.Tensor,
         *,
-        logits_to_keep: int = 0,
+        only_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One backbone pass over nodes placed after each row's prefix: (logits [B, N, V], hidden [B, N, D]).
 
-        Call it under torch.inference_mode, as the session does."""
-        nodes = tokens_BN.shape[1]
-        cache.place(first_row, lengths, nodes, self.device)
+        With `only_B`, logits and hidden state of that one node of each row (N = 1 in what is returned).
+        Call it under torch.inference_mode, as the session does.
+        """
+        cache.place(first_row, lengths, tokens_BN.shape[1], self.device)
         lengths_B = torch.tensor(lengths, device=self.device)
         # Nodes past the model's last position are cut by the budget, but their position must still be a legal one.
         positions_BN = (lengths_B[:, None] + depths_N).clamp(max=self.context_length - 1)
         mask: Any = masks_for(self.model.config, lengths_B, ancestors_NN, depths_N, slots=cache.extent)
-        output = self.model(
-            input_ids=tokens_BN,
-            position_ids=positions_BN,
-            attention_mask=mask,
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-        )
+        with self._tap.only(only_B):
+            output = self.model(
+                input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, cache=cache, use_cache=True
+            )
         return output.logits, self._tap.hidden
 
     def _check_tree(self, tree: Tree) -> None:

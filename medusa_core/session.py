@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +21,9 @@ from medusa_core.tree import Tree
 
 if TYPE_CHECKING:
     from medusa_core.engine import MedusaEngine
+
+# Prompts share a pass up to this many tokens, padding included: beyond it a larger product gains nothing.
+_PREFILL_TOKENS = 1024
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -115,41 +118,46 @@ class DecodingSession:
     def free(self) -> int:
         return self.capacity - len(self.rows)
 
-    @torch.inference_mode()
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> Progress:
         """Runs the prompt and emits the first token. InputError if no row is free or the prompt doesn't fit."""
-        start = time.perf_counter()
+        return self.add_requests([(prompt, params)])[0]
+
+    @torch.inference_mode()
+    def add_requests(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Progress]:
+        """Runs several prompts, as many in one pass as are worth their padding; InputError, and nothing run, if there
+        are fewer free rows or one of them doesn't fit."""
+        if len(requests) > self.free:
+            raise InputError(
+                f"{len(requests)} more requests, but {self.free} of {self.capacity} rows are free: "
+                "step until one finishes, or open more rows"
+            )
+        queue = [(prompt, self._fitted(prompt, params)) for prompt, params in requests]
+        progress = []
+        while queue:
+            count = 1
+            while count < len(queue) and (count + 1) * max(len(p) for p, _ in queue[: count + 1]) <= _PREFILL_TOKENS:
+                count += 1
+            progress += self._prefill(queue[:count])
+            queue = queue[count:]
+        self._drop_finished()
+        return progress
+
+    def _fitted(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """The parameters with their budget cut to the model's context; InputError for a prompt that can't be run."""
         context = self.engine.context_length
-        if not self.free:
-            raise InputError(f"all {self.capacity} rows are in use: step until one finishes, or open more rows")
         if not prompt:
             raise InputError("the prompt has no tokens; give at least one, for example the start-of-text token")
         if len(prompt) >= context:
             raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {context}: shorten it")
-        params = _within_context(params, context - len(prompt))
+        room = context - len(prompt)
+        if params.max_new_tokens > room:
+            params = replace(params, max_new_tokens=room)
         if len(prompt) + params.max_new_tokens + self.tree.nodes > self.cache.slots:
             raise InputError(
                 f"prompt ({len(prompt)}) + max_new_tokens ({params.max_new_tokens}) + tree ({self.tree.nodes}) "
                 f"exceed the session's {self.cache.slots} slots"
             )
-        row = _Row(
-            self._next_request,
-            params,
-            len(prompt),
-            Generation(len(prompt)),
-            torch.Generator().manual_seed(params.seed),
-        )
-        self._next_request += 1
-        hidden_D, root = self._prefill(prompt, row)
-        index = len(self.rows)
-        if self._hidden_BD is None:
-            self._hidden_BD = hidden_D.new_zeros(self.capacity, hidden_D.shape[0])
-        self._hidden_BD[index], self._root_B[index] = hidden_D, root
-        self.rows.append(row)
-        row.generation.ttft_s = time.perf_counter() - start
-        progress = self._emit(row, [root])
-        self._drop_finished()
-        return progress
+        return params
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
@@ -164,7 +172,7 @@ class DecodingSession:
             self.cache, 0, lengths, tokens_BN, self._ancestors_NN, self._depths_N
         )
         verified = time.perf_counter()
-        chosen_BN = self._choose(logits_BNV)
+        chosen_BN = self._choose(logits_BNV, self.rows)
         accepted = acceptance.accept_longest(tokens_BN, chosen_BN, self.tree)
         self.cache.compact(lengths, accepted.path_BA)
         kept = self._commit(accepted, tokens_BN, chosen_BN, hidden_BND)
@@ -186,19 +194,37 @@ class DecodingSession:
                 return
         raise InputError(f"request {request} is not active; active are {[row.request for row in self.rows]}")
 
-    def _prefill(self, prompt: Sequence[int], row: _Row) -> tuple[torch.Tensor, int]:
-        device, length = self.engine.device, len(prompt)
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        logits_1NV, hidden_1ND = self.engine.forward(
+    def _prefill(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Progress]:
+        """One pass over prompts padded to the longest; what the padding leaves in the cache lies past their lengths."""
+        start, first = time.perf_counter(), len(self.rows)
+        device = self.engine.device
+        lengths = [len(prompt) for prompt, _ in requests]
+        width = max(lengths)
+        tokens_BN = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt, _ in requests], device=device)
+        logits_B1V, hidden_B1D = self.engine.forward(
             self.cache,
-            len(self.rows),
-            [0],
-            torch.tensor([list(prompt)], device=device),
-            causal,
-            torch.arange(length, device=device),
-            logits_to_keep=1,
+            first,
+            [0] * len(requests),
+            tokens_BN,
+            torch.ones(width, width, dtype=torch.bool, device=device).tril(),
+            torch.arange(width, device=device),
+            only_B=torch.tensor(lengths, device=device) - 1,
         )
-        return hidden_1ND[0, -1], int(_choose_row(logits_1NV[0, -1:], row)[0])
+        for length, (_, params) in zip(lengths, requests, strict=True):
+            uniforms = torch.Generator().manual_seed(params.seed)
+            self.rows.append(_Row(self._next_request, params, length, Generation(length), uniforms))
+            self._next_request += 1
+        if self._hidden_BD is None:
+            self._hidden_BD = hidden_B1D.new_zeros(self.capacity, hidden_B1D.shape[-1])
+        rows = slice(first, len(self.rows))
+        root_B = self._choose(logits_B1V, self.rows[rows])[:, 0]
+        self._hidden_BD[rows], self._root_B[rows] = hidden_B1D[:, 0], root_B
+        seconds = time.perf_counter() - start
+        progress = []
+        for row, root in zip(self.rows[rows], root_B.tolist(), strict=True):
+            row.generation.ttft_s = seconds
+            progress.append(self._emit(row, [root]))
+        return progress
 
     def _draft(self) -> torch.Tensor:
         """Tokens of every node, [B, N]: the root, then each node's rank among its head's candidates."""
@@ -211,11 +237,19 @@ class DecodingSession:
         top_BKW = heads.top_tokens(hidden_BD[:active], num_heads=self.tree.depth, width=self.tree.width)
         return torch.cat([root_B1, top_BKW[:, self._depths_N[1:] - 1, self._ranks_N[1:]]], 1)
 
-    def _choose(self, logits_BNV: torch.Tensor) -> torch.Tensor:
+    def _choose(self, logits_BNV: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
+        """The target's choice after each node of these rows, [B, N]."""
         chosen_BN = acceptance.choose_greedy(logits_BNV)
-        for index, row in enumerate(self.rows):
+        for index, row in enumerate(rows):
             if row.params.temperature > 0:
-                chosen_BN[index] = _choose_row(logits_BNV[index], row)
+                nodes = logits_BNV.shape[1]
+                uniform_N = torch.rand(nodes, generator=row.uniforms, dtype=torch.float64).to(logits_BNV.device)
+                chosen_BN[index] = acceptance.choose_sampled(
+                    logits_BNV[index],
+                    temperature=row.params.temperature,
+                    top_p=row.params.top_p,
+                    uniform_N=uniform_N,
+                )
         return chosen_BN
 
     def _commit(
@@ -267,18 +301,3 @@ class DecodingSession:
                 self._hidden_BD[index], self._root_B[index] = self._hidden_BD[last].clone(), self._root_B[last].clone()
                 self.rows[index] = self.rows[last]
             self.rows.pop()
-
-
-def _choose_row(logits_NV: torch.Tensor, row: _Row) -> torch.Tensor:
-    if row.params.temperature == 0:
-        return acceptance.choose_greedy(logits_NV[None])[0]
-    uniform_N = torch.rand(logits_NV.shape[0], generator=row.uniforms, dtype=torch.float64).to(logits_NV.device)
-    return acceptance.choose_sampled(
-        logits_NV, temperature=row.params.temperature, top_p=row.params.top_p, uniform_N=uniform_N
-    )
-
-
-def _within_context(params: SamplingParams, room: int) -> SamplingParams:
-    if params.max_new_tokens <= room:
-        return params
-    return SamplingParams(room, params.temperature, params.top_p, params.seed)

@@ -1,7 +1,12 @@
-"""Reading the hidden state that a model's LM head reads, in any architecture. Knows nothing of heads or trees."""
+"""Reading the hidden state that a model's LM head reads, in any architecture. Knows nothing of heads or trees.
+
+Legend: B rows, N nodes, D hidden, P positions, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +17,7 @@ class HiddenTap:
     """Keeps what the LM head was last given: by definition h_t, the hidden state after the final norm."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._only_B: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         self._hook = model.get_output_embeddings().register_forward_pre_hook(self._capture)
 
@@ -21,11 +27,29 @@ class HiddenTap:
         assert self._hidden is not None, "no forward has run yet"
         return self._hidden
 
+    @contextmanager
+    def only(self, position_B: torch.Tensor | None) -> Iterator[None]:
+        """Within the block the LM head is given one position of each row (all of them with None).
+
+        Prompts of several lengths need logits at their own ends; transformers' `logits_to_keep` knows only positions
+        that all rows share.
+        """
+        self._only_B = position_B
+        try:
+            yield
+        finally:
+            self._only_B = None
+
     def close(self) -> None:
         self._hook.remove()
 
-    def _capture(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        self._hidden = args[0]
+    def _capture(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_BND = args[0]
+        if self._only_B is not None:
+            rows_B = torch.arange(len(self._only_B), device=hidden_BND.device)
+            hidden_BND = hidden_BND[rows_B, self._only_B][:, None]
+        self._hidden = hidden_BND
+        return (hidden_BND, *args[1:])
 
 
 @torch.inference_mode()

@@ -6,17 +6,23 @@ the parent asks them in turn, so only one works at any moment. Knows nothing of 
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing as mp
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.environment import quiet
-from infra.errors import UserError
+import torch
+from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+
+from infra.fresh_process import FreshProcess
+from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
+from medusa_core.checkpoint import load_heads
+from medusa_core.engine import MedusaEngine
+from medusa_core.session import SamplingParams, StepSeconds
+from medusa_core.tree import Tree
+from tasks.backbone import load_model
+from tasks.stage import dtype_of
 
 KINDS = ("transformers", "transformers-compiled", "plain", "medusa")
 
@@ -51,63 +57,40 @@ class Answer:
     accept: float = 0.0
 
 
-@dataclass
 class Worker:
     """The parent's handle on a contestant's process."""
 
-    contestant: Contestant
-    process: Any
-    pipe: Connection
-    loaded: dict[str, float] = field(default_factory=dict)
+    def __init__(self, contestant: Contestant) -> None:
+        self.contestant = contestant
+        self.loaded: dict[str, float] = {}
+        self._process = FreshProcess(f"benchmark's {contestant.name}", _Runner, contestant)
+
+    def load(self) -> None:
+        """Loads and warms up; `loaded` then holds the seconds of both."""
+        self.loaded = self._process.call("load")
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
-        answers: list[Answer] = self._call("answer", prompts, max_new_tokens)
+        answers: list[Answer] = self._process.call("answer", prompts, max_new_tokens)
         return answers
 
     def gap64(self, prefix: Sequence[int], first: int, second: int) -> float:
         """How far apart two tokens' logits are after `prefix` in float64; afterwards the worker only does this."""
-        return float(self._call("gap64", prefix, first, second))
+        return float(self._process.call("gap64", prefix, first, second))
 
     def memory_mb(self) -> float:
         """Peak growth of resident memory since the imports."""
-        return float(self._call("memory"))
+        return float(self._process.call("memory"))
 
     def close(self) -> None:
-        if self.process.is_alive():
-            with contextlib.suppress(OSError):
-                self.pipe.send(("close",))
-            self.process.join(10)
-            self.process.kill()
-
-    def _call(self, *message: Any) -> Any:
-        try:
-            self.pipe.send(message)
-            status, value = self.pipe.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            self.process.join(5)
-            raise RuntimeError(
-                f"the benchmark's {self.contestant.name} process died (exit code {self.process.exitcode})"
-            ) from None
-        if status == "error":
-            raise UserError(value) if value.startswith("input: ") else RuntimeError(f"{self.contestant.name}: {value}")
-        return value
+        self._process.close()
 
 
 def start_workers(contestants: Sequence[Contestant]) -> list[Worker]:
     """Starts every contestant's process, then lets one after the other load, so that no two load at once."""
-    # A fork server imports the libraries once for all of them; nothing has run in it that a fork could tear.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["medusa_core.engine", "tasks.backbone"])
-    workers: list[Worker] = []
+    workers = [Worker(contestant) for contestant in contestants]
     try:
-        for contestant in contestants:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(contestant, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            workers.append(Worker(contestant, process, ours))
         for worker in workers:
-            worker.loaded = worker._call("load")
+            worker.load()
     except BaseException:
         for worker in workers:
             worker.close()
@@ -115,34 +98,10 @@ def start_workers(contestants: Sequence[Contestant]) -> list[Worker]:
     return workers
 
 
-def _serve(contestant: Contestant, pipe: Connection) -> None:
-    quiet()
-    runner = _Runner(contestant)
-    while True:
-        try:
-            name, *arguments = pipe.recv()
-        except EOFError:
-            return
-        if name == "close":
-            return
-        try:
-            pipe.send(("ok", getattr(runner, name)(*arguments)))
-        except Exception as error:  # handed to the parent, which raises it
-            from medusa_core.errors import InputError
-
-            prefix = "input: " if isinstance(error, InputError | UserError) else f"{type(error).__name__}: "
-            pipe.send(("error", prefix + str(error)))
-
-
 class _Runner:
     """Lives in the worker process."""
 
     def __init__(self, contestant: Contestant) -> None:
-        import torch
-
-        from infra.machine import resident_mb
-        from tasks.backbone import load_model  # noqa: F401  (imports counted as imports, not as the engine's memory)
-
         torch.set_num_threads(contestant.threads)
         self.contestant = contestant
         self.baseline = resident_mb()
@@ -150,8 +109,6 @@ class _Runner:
 
     def load(self) -> dict[str, float]:
         """Loads and warms up; seconds of both."""
-        from infra.machine import reset_peak_resident
-
         reset_peak_resident()
         start = time.perf_counter()
         self._run = self._engine() if self.contestant.kind in ("plain", "medusa") else self._transformers()
@@ -165,15 +122,9 @@ class _Runner:
         return self._run(prompts, max_new_tokens)
 
     def memory(self) -> float:
-        from infra.machine import peak_resident_mb
-
         return peak_resident_mb() - self.baseline
 
     def gap64(self, prefix: Sequence[int], first: int, second: int) -> float:
-        import torch
-
-        from tasks.backbone import load_model
-
         if not hasattr(self, "_model64"):
             self._model64 = load_model(Path(self.contestant.model), torch.float32, self.contestant.device).double()
         with torch.inference_mode():
@@ -182,13 +133,6 @@ class _Runner:
         return float((logits[first] - logits[second]).abs())
 
     def _engine(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
-        from medusa_core.checkpoint import load_heads
-        from medusa_core.engine import MedusaEngine
-        from medusa_core.session import SamplingParams, StepSeconds
-        from medusa_core.tree import Tree
-        from tasks.backbone import load_model
-        from tasks.stage import dtype_of
-
         c = self.contestant
         model = load_model(Path(c.model), dtype_of(c.dtype), c.device)
         heads = None
@@ -206,12 +150,6 @@ class _Runner:
         return run
 
     def _transformers(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
-        import torch
-        from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
-
-        from tasks.backbone import load_model
-        from tasks.stage import dtype_of
-
         c = self.contestant
         model = load_model(Path(c.model), dtype_of(c.dtype), c.device)
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": list(c.eos_token_ids)}

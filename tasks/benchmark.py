@@ -1,6 +1,6 @@
 """Stage `benchmark`: contestants answer the same prompts in turn, interleaved in one run; then nothing lost is proven.
 
-Runs in a fresh process (as a module it is that process) with Ray shut down. Its report is what `publish` decides on.
+Every contestant has a process of its own, and Ray is shut down. Its report is what `publish` decides on.
 Knows how contestants are compared, not how they work.
 """
 
@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import Artifact, artifact_key, digest_json, write_json
-from infra.fresh_process import fresh_main, run_fresh
 from infra.machine import machine_facts
 from tasks.backbone import backbone_identity, backbone_info, model_dir
 from tasks.bench_prompts import BenchPrompt, from_prompts
@@ -78,7 +77,7 @@ def benchmark(
             threads=placement.thread_count,
             champion=champion,
         )
-        report = run_fresh("tasks.benchmark", spec, partial / ".scratch", threads=placement.thread_count)
+        report = measure(spec)
         rows = report.pop("rows")
         write_rows(partial / ROWS, rows)
         write_json(partial / REPORT, report)
@@ -99,7 +98,7 @@ def bench_spec(
     threads: int,
     champion: dict[str, str] | None,
 ) -> dict[str, Any]:
-    """Everything the fresh process needs, as JSON. `heads` is a directory that holds `heads/`."""
+    """Everything `measure` needs. `heads` is a directory that holds `heads/`."""
     info = backbone_info(backbone)
     return {
         "config": config.model_dump(mode="json"),
@@ -131,7 +130,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """The fresh process: measure, then report."""
+    """A `medusa.report/1` with its raw `rows`."""
     return build_report(spec, run_benchmark(spec))
 
 
@@ -144,7 +143,3 @@ def _evaluation(heads: Path) -> dict[str, Any]:
     if evaluation.exists():
         result["final"] = json.loads(evaluation.read_text())["final"]
     return result
-
-
-if __name__ == "__main__":
-    fresh_main(measure)

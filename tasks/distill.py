@@ -6,7 +6,9 @@ request, so it can be made again bit for bit; a finished shard is never answered
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.artifacts import Artifact, artifact_key
+from infra.artifacts import Artifact, artifact_key, write_json
 from infra.errors import UserError
-from infra.progress import track
+from infra.progress import followed, track
 from medusa_core.engine import MedusaEngine
-from medusa_core.session import SamplingParams
+from medusa_core.session import Generation, SamplingParams
 from tasks.backbone import backbone_identity, backbone_info, load_model, load_tokenizer, model_dir
 from tasks.conversations import ChatFormat, Conversation, stable_seed
 from tasks.prompts import Prompt, read_split
@@ -81,12 +83,19 @@ def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prom
                     "device": context.placement.resolved_device(),
                     "eos_token_ids": info.eos_token_ids,
                 }
-                tokens = 0
                 # The longest conversations stand last and take longest: begun first, they don't leave one actor alone.
                 work = [(_shard_path(partial, i), shards[i]) for i in reversed(pending)]
-                for done in context.map(Answerer, arguments, work):
-                    tokens += done["tokens"]
-                    progress.advance(done["requests"], f"{tokens:,} tokens")
+                finished = progress.done
+                for path, _ in work:
+                    _progress_path(path).unlink(missing_ok=True)
+
+                def read() -> tuple[float, str]:
+                    answers, tokens = _read_progress([path for path, _ in work])
+                    return finished + answers, f"{tokens:,} tokens"
+
+                with followed(progress, read):
+                    for _ in context.map(Answerer, arguments, work):
+                        pass
         return _counts(partial, len(requests))
 
     return context.store.produce(KIND, key, inputs=inputs, config=semantic, build=build)
@@ -106,12 +115,13 @@ class Answerer:
         self.engine = MedusaEngine(backbone, eos_token_ids=eos_token_ids, pack=True)
         self.chat = ChatFormat(load_tokenizer(model), eos_token_ids)
 
-    def run(self, shard: tuple[Path, list[Conversation]]) -> dict[str, int]:
+    def run(self, shard: tuple[Path, list[Conversation]]) -> None:
         """Answers a shard's requests and writes its rejected rows, then its rows: the rows' file means it is done."""
         path, requests = shard
         rows: list[Conversation] = []
         rejected: list[tuple[str, str]] = []
-        for conversation, reason in self._answer(requests):
+        progress = _ShardProgress(_progress_path(path))
+        for conversation, reason in self._answer(requests, progress):
             if reason:
                 rejected.append((conversation.sample_id, reason))
             else:
@@ -120,33 +130,41 @@ class Answerer:
         columns = [[r[0] for r in rejected], [r[1] for r in rejected]]
         write_table(path.parent / "rejected" / path.name, pa.table(columns, schema=REJECTED_SCHEMA))
         write_table(path, self._table(rows))
-        return {"requests": len(requests), "tokens": sum(sum(row.loss_mask) for row in rows)}
 
-    def _answer(self, requests: list[Conversation]) -> list[tuple[Conversation, str]]:
+    def _answer(self, requests: list[Conversation], progress: _ShardProgress) -> list[tuple[Conversation, str]]:
         """Keeps `batch_size` turns in flight until every conversation is answered or rejected."""
         results: list[tuple[Conversation, str]] = []
-        queue, active = list(requests), {}
+        # Conversations with turns to come go first, so that the last rows in flight end together.
+        queue = sorted(requests, key=lambda request: -len(request.turns))
+        active: dict[int, Conversation] = {}
         session = self.engine.session(rows=self.config.batch_size, slots=self._slots(requests))
+        # Prompts that start together share a pass, so a few free rows are waited for.
+        few = max(1, self.config.batch_size // 8)
         while queue or session.active:
-            while queue and session.free:
-                conversation = queue.pop(0)
-                prompt = conversation.ask(self.chat)
-                if len(prompt) + self.config.max_new_tokens > self.engine.context_length:
-                    results.append((conversation, f"over-long: {len(prompt)} prompt tokens"))
-                    continue
-                added = session.add_request(prompt, self._params(conversation))
-                active[added.request] = (conversation, added.generation)
-                session_done = added.generation.finish_reason
-                if session_done:
-                    self._finish(active.pop(added.request), queue, results)
-            for progress in session.step():
-                if progress.generation.finish_reason:
-                    self._finish(active.pop(progress.request), queue, results)
+            if session.free >= min(few, len(queue)):
+                asked: list[tuple[Conversation, list[int]]] = []
+                while queue and len(asked) < session.free:
+                    conversation = queue.pop(0)
+                    prompt = conversation.ask(self.chat)
+                    if len(prompt) + self.config.max_new_tokens > self.engine.context_length:
+                        results.append((conversation, f"over-long: {len(prompt)} prompt tokens"))
+                    else:
+                        asked.append((conversation, prompt))
+                started = session.add_requests([(prompt, self._params(item)) for item, prompt in asked])
+                active |= {new.request: item for new, (item, _) in zip(started, asked, strict=True)}
+            else:
+                started = []
+            for update in [*started, *session.step()]:
+                if update.generation.finish_reason and update.request in active:
+                    self._finish(active.pop(update.request), update.generation, queue, results)
+                    progress.add(len(results), len(update.generation.tokens))
+        progress.add(len(results), 0, last=True)
         return results
 
-    def _finish(self, entry: tuple[Conversation, Any], queue: list[Conversation], results: list[Any]) -> None:
-        conversation, generation = entry
-        conversation.answer(generation.tokens, generation.finish_reason)
+    def _finish(
+        self, conversation: Conversation, generation: Generation, queue: list[Conversation], results: list[Any]
+    ) -> None:
+        conversation.answer(generation.tokens, generation.finish_reason or "")
         if len(generation.tokens) == 1 and generation.finish_reason == "stop":
             results.append((conversation, "empty answer"))
         elif conversation.done:
@@ -183,6 +201,29 @@ class Answerer:
             "text": [decode([t for t, own in zip(row.input_ids, row.loss_mask, strict=True) if own]) for row in rows],
         }
         return pa.table(columns, schema=SCHEMA)
+
+
+class _ShardProgress:
+    """Says now and then, in a file, how many of a shard's requests are done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tokens, self._said = path, 0, 0.0
+
+    def add(self, answers: int, tokens: int, *, last: bool = False) -> None:
+        self.tokens += tokens
+        if last or time.monotonic() - self._said > 2.0:
+            self._said = time.monotonic()
+            write_json(self.path, {"answers": answers, "tokens": self.tokens})
+
+
+def _read_progress(shards: Sequence[Path]) -> tuple[int, int]:
+    """(requests done, tokens generated) in shards that are being answered, or were by this run."""
+    states = [json.loads(path.read_text()) for path in map(_progress_path, shards) if path.exists()]
+    return sum(state["answers"] for state in states), sum(state["tokens"] for state in states)
+
+
+def _progress_path(shard: Path) -> Path:
+    return shard.with_name(f".{shard.stem}.progress.json")
 
 
 def _requests(prompts: list[Prompt], config: DistillConfig) -> list[Conversation]:

@@ -1,6 +1,6 @@
 """Stage `latency`: this machine's step times over (nodes, batch, context), in a fresh process, whatever the tree says.
 
-Run as a module it is that process. Knows nothing of accuracy.
+Knows nothing of accuracy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import Artifact, artifact_key, write_json
-from infra.fresh_process import fresh_main, run_fresh
+from infra.fresh_process import FreshProcess
 from infra.machine import machine_facts
 from infra.progress import track
 from medusa_core.checkpoint import load_heads, read_config
@@ -57,9 +57,10 @@ def latency(context: Context, config: LatencyConfig, *, backbone: Artifact, head
             "device": placement.resolved_device(),
             "threads": placement.thread_count,
         }
-        result = run_fresh("tasks.latency", spec, partial / ".scratch", threads=placement.thread_count)
-        write_json(partial / TABLE, {"schema": "medusa.latency/1", "machine": machine, **result})
-        return {"cells": len(result["cells"])}
+        with FreshProcess("latency", _Timer, spec) as timer:
+            cells = timer.call("measure")
+        write_json(partial / TABLE, {"schema": "medusa.latency/1", "machine": machine, "cells": cells})
+        return {"cells": len(cells)}
 
     return context.store.produce(KIND, key, inputs=inputs, config=semantic | {"machine": machine}, build=build)
 
@@ -72,34 +73,41 @@ def generic_tree(nodes: int, num_heads: int) -> Tree:
     return tree
 
 
-def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """The fresh process: milliseconds of draft, verify, accept and the whole step for every cell (medians)."""
-    torch.set_num_threads(spec["threads"])
-    model = load_model(Path(spec["model"]), dtype_of(spec["dtype"]), spec["device"])
-    heads = load_heads(Path(spec["heads"]), model, backbone_digest=spec["backbone_digest"])
-    engine = MedusaEngine(model, heads, eos_token_ids=[], pack=True)
-    depth = read_config(Path(spec["heads"])).heads.num_heads
-    cells = [
-        (nodes, batch, context)
-        for context in spec["contexts"]
-        if context + 64 < engine.context_length
-        for batch in spec["batches"]
-        for nodes in spec["nodes"]
-    ]
-    times: dict[tuple[int, int, int], list[tuple[float, float, float]]] = {cell: [] for cell in cells}
-    with track("latency", len(cells) * spec["rounds"], "cells") as progress:
-        for _ in range(spec["rounds"]):
-            for cell in cells:
-                tree = generic_tree(cell[0], depth) if cell[0] > 1 else OFF
-                times[cell] += _time_cell(engine, tree, cell[1], cell[2], spec["steps"])
-                progress.advance(1)
-    rows = []
-    for (nodes, batch, context), samples in times.items():
-        draft, verify, accept = (1000 * statistics.median(part) for part in zip(*samples, strict=True))
-        total = 1000 * statistics.median(sum(sample) for sample in samples)
-        parts = {"draft_ms": draft, "verify_ms": verify, "accept_ms": accept, "step_ms": total}
-        rows.append({"nodes": nodes, "batch": batch, "context": context} | parts)
-    return {"cells": rows}
+class _Timer:
+    """Lives in the fresh process."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        torch.set_num_threads(spec["threads"])
+
+    def measure(self) -> list[dict[str, Any]]:
+        """Milliseconds of draft, verify, accept and the whole step for every cell (medians)."""
+        spec = self.spec
+        model = load_model(Path(spec["model"]), dtype_of(spec["dtype"]), spec["device"])
+        heads = load_heads(Path(spec["heads"]), model, backbone_digest=spec["backbone_digest"])
+        engine = MedusaEngine(model, heads, eos_token_ids=[], pack=True)
+        depth = read_config(Path(spec["heads"])).heads.num_heads
+        cells = [
+            (nodes, batch, context)
+            for context in spec["contexts"]
+            if context + 64 < engine.context_length
+            for batch in spec["batches"]
+            for nodes in spec["nodes"]
+        ]
+        times: dict[tuple[int, int, int], list[tuple[float, float, float]]] = {cell: [] for cell in cells}
+        with track("latency", len(cells) * spec["rounds"], "cells") as progress:
+            for _ in range(spec["rounds"]):
+                for cell in cells:
+                    tree = generic_tree(cell[0], depth) if cell[0] > 1 else OFF
+                    times[cell] += _time_cell(engine, tree, cell[1], cell[2], spec["steps"])
+                    progress.advance(1)
+        rows = []
+        for (nodes, batch, context), samples in times.items():
+            draft, verify, accept = (1000 * statistics.median(part) for part in zip(*samples, strict=True))
+            total = 1000 * statistics.median(sum(sample) for sample in samples)
+            parts = {"draft_ms": draft, "verify_ms": verify, "accept_ms": accept, "step_ms": total}
+            rows.append({"nodes": nodes, "batch": batch, "context": context} | parts)
+        return rows
 
 
 def _time_cell(
@@ -121,7 +129,3 @@ def _time_cell(
         if step >= warmup:
             samples.append((after[0] - before[0], after[1] - before[1], after[2] - before[2]))
     return samples
-
-
-if __name__ == "__main__":
-    fresh_main(measure)

@@ -66,7 +66,7 @@ def train_loop(spec: dict[str, Any]) -> None:
     if spec["cached"]:
         del backbone
     rows = config["batch_positions"] // (world * config["accumulation"])
-    total = _total_steps(spec)
+    total = total_steps(spec)
     optimizer = torch.optim.AdamW(
         [{"params": list(heads.parameters()), "name": "heads", "lr": config["learning_rate"]}],
         betas=(0.9, 0.999),
@@ -104,7 +104,8 @@ def _new_heads(spec: dict[str, Any], backbone: Any) -> MedusaHeads:
     )
 
 
-def _total_steps(spec: dict[str, Any]) -> int:
+def total_steps(spec: dict[str, Any]) -> int:
+    """Optimizer steps of the whole run."""
     config, sizes = spec["config"], dict(zip(spec["shards"], spec["counts"], strict=True))
     steps = 0
     for epoch in range(config["epochs"]):
@@ -215,7 +216,7 @@ class _Run:
     def _log(self) -> None:
         """Tells the driver, which shows it, how far the run is."""
         if self.rank == 0 and (self.step % 10 == 0 or self.step == self.total):
-            state = {"step": self.step, "total": self.total, "loss": self.curve[-1]["loss"]}
+            state = {"step": self.step, "loss": self.curve[-1]["loss"]}
             write_json(self.directory / self.spec["progress"], state)
 
     def _checkpoint(self) -> None:

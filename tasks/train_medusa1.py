@@ -7,9 +7,6 @@ heads up to rounding. Interrupted, it goes on from its last checkpoint. Knows no
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
-from infra.progress import track
+from infra.progress import followed, track
 from medusa_core.checkpoint import WEIGHTS
 from medusa_core.heads import HeadsConfig
 from tasks.backbone import backbone_identity, backbone_info, model_dir
@@ -123,7 +120,7 @@ def run_training(spec: dict[str, Any], *, workers: int, threads: int) -> None:
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from tasks.train_loop import train_loop
+    from tasks.train_loop import total_steps, train_loop
 
     # What an interrupted attempt left would be shown as this one's.
     (spec["directory"] / PROGRESS).unlink(missing_ok=True)
@@ -145,37 +142,17 @@ def run_training(spec: dict[str, Any], *, workers: int, threads: int) -> None:
             failure_config=ray.train.FailureConfig(max_failures=2),
         ),
     )
-    with _followed(spec["directory"] / PROGRESS):
-        trainer.fit()
+    progress_file = spec["directory"] / PROGRESS
+    with track("train", total_steps(spec), "steps") as progress:
 
+        def read() -> tuple[float, str]:
+            if not progress_file.exists():
+                return 0.0, "starting"
+            state = json.loads(progress_file.read_text())
+            return state["step"], f"loss {state['loss']:.3f}"
 
-@contextmanager
-def _followed(path: Path) -> Iterator[None]:
-    """Shows the progress that the first rank writes to `path` while the block runs."""
-    stop = threading.Event()
-
-    def follow() -> None:
-        while not stop.wait(1.0):
-            if path.exists():
-                break
-        if stop.is_set():
-            return
-        state = json.loads(path.read_text())
-        with track("train", state["total"], "steps") as progress:
-            progress.skip(state["step"])
-            while True:
-                state = json.loads(path.read_text())
-                progress.advance(state["step"] - progress.done, f"loss {state['loss']:.3f}")
-                if stop.wait(1.0):
-                    return
-
-    thread = threading.Thread(target=follow, name="train-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+        with followed(progress, read):
+            trainer.fit()
 
 
 def _counts(partial: Path, positions: int) -> dict[str, Any]:

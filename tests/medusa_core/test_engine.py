@@ -283,6 +283,33 @@ def test_sampling_with_a_tree_follows_the_target_distribution(
         assert stats.chisquare(*rest).pvalue > 1e-3
 
 
+def test_prompts_of_any_lengths_share_a_pass(engine: MedusaEngine, reference: LlamaForCausalLM) -> None:
+    """Catches logits, hidden states or keys taken from the padding, and a row that ends at once taking others along."""
+    prompts = [toys.prompt_ids([w] * n) for w, n in ((3, 1), (9, 17), (20, 2), (31, 40), (44, 5))]
+    ended = toys.prompt_ids([4]) + toys.answer_to(4)[:-1]
+    budgets = [30, 1, 30, 12, 30, 30]
+    session = engine.session(rows=6, slots=120)
+    added = session.add_requests([*zip([*prompts, ended], map(SamplingParams, budgets), strict=True)])
+    assert [item.generation.finish_reason for item in added] == [None, "length", None, None, None, "stop"]
+    assert session.active == 4
+    while session.active:
+        session.step()
+    for prompt, budget, item in zip([*prompts, ended], budgets, added, strict=True):
+        assert item.generation.tokens == plain(reference, prompt, budget)
+    assert sum(item.generation.steps for item in added) < sum(len(item.generation.tokens) for item in added) / 1.5
+
+
+def test_requests_are_taken_all_or_none(engine: MedusaEngine) -> None:
+    """Catches a group of which some run before one is refused."""
+    session = engine.session(rows=2, slots=40)
+    fitting = (toys.prompt_ids([1]), SamplingParams(4))
+    with pytest.raises(InputError, match="exceed the session's 40 slots"):
+        session.add_requests([fitting, (toys.prompt_ids([1]), SamplingParams(400))])
+    with pytest.raises(InputError, match="3 more requests, but 2 of 2 rows are free"):
+        session.add_requests([fitting] * 3)
+    assert session.active == 0 and session.add_requests([]) == []
+
+
 def test_cancelling_frees_a_row_and_disturbs_no_other(engine: MedusaEngine) -> None:
     """Catches a cancelled row whose removal shifts another row's state."""
     session = engine.session(rows=3, slots=100)
@@ -309,7 +336,7 @@ def test_a_session_refuses_what_it_cannot_hold(engine: MedusaEngine) -> None:
         session.add_request(toys.prompt_ids([1]), SamplingParams(40))
     assert session.step() == []
     session.add_request(toys.prompt_ids([1]), SamplingParams(4))
-    with pytest.raises(InputError, match="all 1 rows are in use"):
+    with pytest.raises(InputError, match="1 more requests, but 0 of 1 rows are free"):
         session.add_request(toys.prompt_ids([2]), SamplingParams(4))
     with pytest.raises(InputError, match="2 prompts, but 1 sets"):
         engine.generate([[1], [2]], [SamplingParams(4)])

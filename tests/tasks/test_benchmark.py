@@ -81,4 +81,3 @@ def test_a_batch_of_the_reference_answers_like_single_prompts(toy_dir: Path) -> 
     finally:
         worker.close()
     assert together == [toys.answer_to(4), toys.answer_to(31), toys.answer_to(2)]
-    assert not worker.process.is_alive()
