@@ -143,22 +143,14 @@ def walk(tree: Tree, table: RankTable) -> Walk:
 
 def accepted_lengths(tree: Tree, table: RankTable) -> Int:
     """Accepted tokens beyond the root at every position, [P]: the longest path of the tree whose ranks are right."""
-    alive = np.ones(len(table.ranks_PK), bool)
+    # child_NW[node, rank] is the node that this rank leads to, or -1; its last column is the rank of a miss.
+    child_NW = np.full((tree.nodes, table.width + 1), -1)
+    for node in range(1, tree.nodes):
+        child_NW[tree.parents[node], tree.ranks_N[node]] = node
+    node_P = np.zeros(len(table.ranks_PK), np.int64)
     accepted_P = np.zeros(len(table.ranks_PK), np.int64)
-    # A path's rank tuple as one number, so that membership of all positions is one lookup per depth.
-    base = table.width + 1
-    code_P = np.zeros(len(table.ranks_PK), np.int64)
     for depth in range(1, tree.depth + 1):
-        ranks = table.ranks_PK[:, depth - 1]
-        code_P = code_P * base + np.maximum(ranks, 0)
-        codes = [_code(path, base) for path in tree.choices if len(path) == depth]
-        alive &= (ranks >= 0) & np.isin(code_P, codes)
-        accepted_P[alive] = depth
+        ranks_P = table.ranks_PK[:, depth - 1]
+        node_P = np.where((node_P >= 0) & (ranks_P >= 0), child_NW[node_P, ranks_P], -1)
+        accepted_P[node_P >= 0] = depth
     return accepted_P
-
-
-def _code(path: Path, base: int) -> int:
-    code = 0
-    for rank in path:
-        code = code * base + rank
-    return code

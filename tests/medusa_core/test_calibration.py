@@ -90,11 +90,19 @@ def test_accepted_lengths_are_the_longest_right_paths() -> None:
     assert accepted_lengths(OFF, ranks).tolist() == [0] * 9
 
 
+def test_deep_and_wide_paths_are_told_apart() -> None:
+    """Catches paths kept as one number that overflows: 20 heads at ranks up to 15 need 80 bits."""
+    deep, other = [15, *[0] * 19], [7, *[0] * 19]
+    ranks = RankTable(np.array([deep, other]), np.zeros(2, np.int64), np.arange(2), width=16)
+    tree = Tree.from_choices([deep[:depth] for depth in range(1, 21)])
+    assert accepted_lengths(tree, ranks).tolist() == [20, 0]
+
+
 def test_a_walk_by_hand() -> None:
     """Catches uniform starts (every position a step), a jump off by one, and a last position that costs a step."""
     tree = chain(2)
     # Positions 0..6: accepted 2, -, -, 0, 1, -, last.  Steps at 0, 3, 4: 6 tokens after the first in 3 steps.
-    ranks = table([[0, 0], [9, 9], [9, 9], [2, 0], [0, 2], [9, 9], [-1, -1]])
+    ranks = table([[0, 0], [2, 2], [2, 2], [2, 0], [0, 2], [2, 2], [-1, -1]])
     walked = walk(tree, ranks)
     assert (walked.tokens_C.tolist(), walked.steps_C.tolist()) == ([6], [3])
     assert walked.tokens_per_step == 2.0
