@@ -6,6 +6,7 @@ request, so it can be made again bit for bit; a finished shard is never answered
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
@@ -27,7 +28,7 @@ from tasks.conversations import ChatFormat, Conversation, stable_seed
 from tasks.prompts import Prompt, read_split
 from tasks.stage import Context, dtype_of, write_table
 
-KIND, STAGE_VERSION = "distill", 1
+KIND, STAGE_VERSION = "distill", 2
 log = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
@@ -57,7 +58,7 @@ class DistillConfig(BaseModel):
     max_turns: int = Field(2, ge=1, description="later user turns of a conversation are left out")
     dtype: str = "bfloat16"
     batch_size: int = Field(64, ge=1, description="requests in flight per actor")
-    shard_size: int = Field(64, ge=1, description="requests per shard")
+    shard_size: int = Field(64, ge=1, description="requests per shard, at most")
     seed: int = 0
 
 
@@ -70,7 +71,7 @@ def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prom
 
     def build(partial: Path) -> dict[str, Any]:
         requests = _requests(read_split(prompts, split), config)
-        shards = [requests[i : i + config.shard_size] for i in range(0, len(requests), config.shard_size)]
+        shards = _even_parts(requests, config.shard_size)
         if not shards:
             raise UserError(f"the {split} split has no prompts: add sources, or give the split a larger share")
         pending = [i for i in range(len(shards)) if not _shard_path(partial, i).exists()]
@@ -201,6 +202,13 @@ class Answerer:
             "text": [decode([t for t, own in zip(row.input_ids, row.loss_mask, strict=True) if own]) for row in rows],
         }
         return pa.table(columns, schema=SCHEMA)
+
+
+def _even_parts(requests: list[Conversation], most: int) -> list[list[Conversation]]:
+    """The requests in order, in as few parts of one size as hold at most `most`: a small last part idles actors."""
+    count = -(-len(requests) // most)
+    bounds = [len(requests) * part // count for part in range(count + 1)] if count else [0]
+    return [requests[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 class _ShardProgress:

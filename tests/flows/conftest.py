@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,26 @@ def run_medusa(*arguments: object, timeout: float = 600) -> subprocess.Completed
     """The command line in a process of its own."""
     command: Sequence[str] = [str(MEDUSA), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def medusa_here(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The same command line in this process: what is tested is not the start, and a start costs ten seconds."""
+    import flows.cli
+    from flows.run_directory import PACKAGES
+
+    command = ["medusa", *map(str, arguments)]
+    stdout, stderr, code = io.StringIO(), io.StringIO(), 0
+    loggers = [logging.getLogger(name) for name in PACKAGES]
+    before = [(logger.level, logger.handlers[:], logger.propagate) for logger in loggers]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", command)
+        try:
+            flows.cli.main()
+        except SystemExit as ending:
+            code = int(ending.code or 0)
+    for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        logger.level, logger.handlers[:], logger.propagate = level, handlers, propagate
+    return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
 
 @pytest.fixture(scope="session")

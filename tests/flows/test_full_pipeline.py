@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from flows.stages import STAGE_NAMES
-from tests.flows.conftest import run_medusa
+from tests.flows.conftest import medusa_here, run_medusa
 
 ToyRun = tuple[Path, Path, dict[str, Any], str]
 
@@ -76,7 +76,7 @@ def test_training_used_exactly_the_positions_of_the_answers(toy_run: ToyRun) -> 
 def test_the_same_run_again_does_nothing_but_report(toy_run: ToyRun) -> None:
     """Catches a stage that runs again, and a benchmark that competes with itself once it is champion."""
     root, config, first, _ = toy_run
-    done = run_medusa("run", "--config", config, "--root", root, "--json")
+    done = medusa_here("run", "--config", config, "--root", root, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert all(stage["cached"] for stage in report["stages"] if stage["name"] != "publish")
@@ -87,7 +87,7 @@ def test_the_same_run_again_does_nothing_but_report(toy_run: ToyRun) -> None:
 
 def test_another_tree_budget_redoes_only_what_it_changes(toy_run: ToyRun) -> None:
     root, config, _, _ = toy_run
-    done = run_medusa(
+    done = medusa_here(
         "run", "--config", config, "--root", root, "--set", "tree.max_nodes=3", "--until", "tree", "--json"
     )
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,7 @@ def test_another_tree_budget_redoes_only_what_it_changes(toy_run: ToyRun) -> Non
 def test_the_plan_runs_nothing_and_knows_what_is_cached(toy_run: ToyRun) -> None:
     root, config, _, _ = toy_run
     before = sorted(root.rglob("*"))
-    planned = run_medusa("run", "--config", config, "--root", root, "--set", "train.epochs=9", "--plan", "--json")
+    planned = medusa_here("run", "--config", config, "--root", root, "--set", "train.epochs=9", "--plan", "--json")
     assert planned.returncode == 0, planned.stderr
     states = {stage["name"]: stage["state"] for stage in json.loads(planned.stdout)["stages"]}
     assert states["teacher"] == "cached"
@@ -111,14 +111,14 @@ def test_generate_streams_the_right_answer_and_refuses_another_backbone(toy_run:
     from tests import toys
 
     root, _, _, _ = toy_run
-    done = run_medusa("generate", "w3 w11", "--root", root, "--max-new-tokens", 64)
+    done = medusa_here("generate", "w3 w11", "--root", root, "--max-new-tokens", 64)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [f"w{word}" for word in toys.answer_to(11)[:-1]]
     assert "tokens per step" in done.stderr
     other = tmp_path / "other"
     toys.train_toy(seed=1, steps=1).save_pretrained(other)
     toys.tokenizer().save_pretrained(other)
-    refused = run_medusa("generate", "w3", "--root", root, "--backbone", other)
+    refused = medusa_here("generate", "w3", "--root", root, "--backbone", other)
     assert refused.returncode == 2
     assert "train heads for it" in refused.stderr and "Traceback" not in refused.stderr
 
@@ -128,7 +128,7 @@ def test_bench_decode_reads_a_file_in_mt_bench_format(toy_run: ToyRun, tmp_path:
     rows = [{"question_id": 81 + i, "category": "cycle", "turns": [f"w{i}", f"w{i + 7}"]} for i in range(6)]
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run_medusa(
+    done = medusa_here(
         "bench", "decode", "--prompts", file, "--root", root, "--dtype", "float32", "--no-compiled", "--json",
         "--max-minutes", "0.2",
     )  # fmt: skip
@@ -146,7 +146,7 @@ def test_calibrate_makes_a_portfolio_without_training(toy_run: ToyRun, tmp_path:
     settings += ["tree.max_nodes=4", "latency.dtype=float32"]
     flags = [part for setting in settings for part in ("--set", setting)]
     output = tmp_path / "portfolio.json"
-    done = run_medusa("calibrate", "--root", root, "--output", output, *flags)
+    done = medusa_here("calibrate", "--root", root, "--output", output, *flags)
     assert done.returncode == 0, done.stderr
     entries = json.loads(output.read_text())["entries"]
     assert [(entry["batch"], entry["context"]) for entry in entries] == [(1, 32), (2, 32)]
@@ -156,11 +156,11 @@ def test_calibrate_makes_a_portfolio_without_training(toy_run: ToyRun, tmp_path:
 
 def test_the_registry_commands(toy_run: ToyRun) -> None:
     root, _, _, _ = toy_run
-    listed = run_medusa("registry", "list", "--root", root, "--json")
+    listed = medusa_here("registry", "list", "--root", root, "--json")
     assert [version["version"] for version in json.loads(listed.stdout)][-1] == 1
-    shown = json.loads(run_medusa("registry", "show", "toy/1", "--root", root, "--json").stdout)
+    shown = json.loads(medusa_here("registry", "show", "toy/1", "--root", root, "--json").stdout)
     assert {"heads/heads.safetensors", "tree/portfolio.json", "report.json", "config.yaml"} <= set(shown["files"])
-    unknown = run_medusa("registry", "show", "toy/77", "--root", root)
+    unknown = medusa_here("registry", "show", "toy/77", "--root", root)
     assert unknown.returncode == 2 and "toy" in unknown.stderr
 
 
@@ -177,6 +177,13 @@ def test_the_registry_commands(toy_run: ToyRun) -> None:
 )
 def test_a_wrong_setting_is_one_sentence(toy_run: ToyRun, tmp_path: Path, setting: str, named: str) -> None:
     _, config, _, _ = toy_run
-    done = run_medusa("run", "--config", config, "--root", tmp_path / "root", "--set", setting)
+    done = medusa_here("run", "--config", config, "--root", tmp_path / "root", "--set", setting)
     assert done.returncode == 2
     assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_exit_code_of_a_wrong_setting(tmp_path: Path) -> None:
+    """The real command, as a script sees it."""
+    done = run_medusa("run", "--root", tmp_path / "root", "--set", "train.epohcs=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "train.epohcs" in done.stderr and "Traceback" not in done.stderr

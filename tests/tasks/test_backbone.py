@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +20,13 @@ from infra.artifacts import Artifact, ArtifactStore
 from infra.errors import UserError
 from tasks import backbone, model_sources
 from tasks.backbone import BackboneConfig, backbone_info, load_model, load_tokenizer, model_dir, resolve_backbone
+from tests.hub import COMMITS, TOKEN, Hub, load_artifact, run_apart, serve
 
-ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
 OTHER = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 # The embedded weights as every machine must convert them: heads are bound to this digest.
 EMBEDDED_DIGEST = "db238104e072ed4f7eb64f558541135ef180d3c766e5d06f92b431d6378b8af6"
 EMBEDDED_TOKENIZER_DIGEST = "7193dd7812f8e22ed71da04e3a7c2da2a4656de525f6084be29f8a7e84c0913a"
-TOKEN = "hf_a_secret_of_the_test"
-COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
 
 def make_model_dir(path: Path, template: str | None = TEMPLATE, seed: int = 0, **config: Any) -> Path:
@@ -221,105 +214,22 @@ def test_conversion_notices_different_logits(toy: Path) -> None:
 # --- a stub of a model hub
 
 
-class Hub(ThreadingHTTPServer):
-    """Serves one model at two revisions, as the hub client asks for it, and remembers what was asked."""
-
-    def __init__(self, revisions: dict[str, Path]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = {COMMITS[name]: path for name, path in revisions.items()}
-        self.requests: list[tuple[str, str | None]] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        self.server.requests.append((self.path, self.headers.get("Authorization")))
-        parts = self.path.split("?")[0].strip("/").split("/")
-        if parts[:4] == ["api", "models", "team", "toy"]:
-            commit = COMMITS.get(parts[5], parts[5]) if len(parts) > 5 else COMMITS["main"]
-            if commit not in self.server.files:
-                return self._send(b"{}", status=404, headers={"X-Error-Code": "RevisionNotFound"})
-            if len(parts) > 4 and parts[4] == "tree":
-                return self._send(json.dumps(self._tree(self.server.files[commit])).encode())
-            return self._send(json.dumps({"id": "team/toy", "sha": commit}).encode())
-        if parts[:3] == ["team", "toy", "resolve"] and parts[3] in self.server.files:
-            data = (self.server.files[parts[3]] / parts[4]).read_bytes()
-            etag = hashlib.sha256(data).hexdigest()
-            return self._send(data, headers={"ETag": f'"{etag}"', "X-Repo-Commit": parts[3]})
-        self._send(b"{}", status=404, headers={"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def _tree(self, path: Path) -> list[dict[str, Any]]:
-        entries = {file.name: file.stat().st_size for file in path.iterdir()}
-        return [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in entries.items()]
-
-    def _send(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(tmp_path: Path, toy: Path) -> Iterator[Hub]:
     (toy / "pytorch_model.bin").write_bytes(b"a pickle")
     (toy / "modeling_own.py").write_text("raise SystemExit('code of the hub was run')")
-    server = Hub({"main": toy, "v1": make_model_dir(tmp_path / "old", seed=1)})
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serve({"models/team/toy": {"main": toy, "v1": make_model_dir(tmp_path / "old", seed=1)}}) as server:
+        yield server
 
 
-SCRIPT = """
-import logging, sys, time
-from pathlib import Path
-from infra.artifacts import ArtifactStore
-from infra.errors import UserError
-from tasks.backbone import BackboneConfig, resolve_backbone
-logging.basicConfig()
-start = time.monotonic()
-try:
-    print(resolve_backbone(ArtifactStore(Path(sys.argv[1])), BackboneConfig.model_validate_json(sys.argv[2])).path)
-except UserError as error:
-    print(f"{time.monotonic() - start:.1f} {error}")
-    sys.exit(2)
-"""
-
-
-def run_apart(tmp_path: Path, config: dict[str, Any], **environment: str) -> tuple[int, str, str]:
-    """Runs the stage in a fresh process, because the hub client reads its environment when it is imported."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env = {**clean, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    env |= {"HF_HUB_DISABLE_TELEMETRY": "1", **environment}  # as every command of the project sets it
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "root"), json.dumps(config)]
-    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    lines = result.stdout.strip().splitlines()
-    assert lines, result.stderr
-    return result.returncode, lines[-1], result.stderr
-
-
-def load(path: str) -> Artifact:
-    return Artifact(Path(path), json.loads((Path(path) / "manifest.json").read_text()))
+# Runs the stage in a fresh process.
+resolve_apart = partial(run_apart, "from tasks.backbone import BackboneConfig as Config, resolve_backbone as stage")
 
 
 def test_hub_model_is_pinned_authorised_and_free_of_pickles_and_code(tmp_path: Path, hub: Hub, toy: Path) -> None:
-    code, line, errors = run_apart(tmp_path, {"model": "team/toy"}, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+    code, line, errors = resolve_apart(tmp_path, {"model": "team/toy"}, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
     assert code == 0, line + errors
-    newest = load(line)
+    newest = load_artifact(line)
     info = backbone_info(newest)
     assert (info.name, info.source, info.revision) == ("team/toy", "hub", COMMITS["main"])
     assert hub.requests and {token for _, token in hub.requests} == {f"Bearer {TOKEN}"}
@@ -330,23 +240,23 @@ def test_hub_model_is_pinned_authorised_and_free_of_pickles_and_code(tmp_path: P
     assert (model_dir(newest) / "model.safetensors").read_bytes() == (toy / "model.safetensors").read_bytes()
 
     config = {"model": "team/toy", "revision": "v1"}
-    code, line, errors = run_apart(tmp_path, config, HF_ENDPOINT=hub.url)
+    code, line, errors = resolve_apart(tmp_path, config, HF_ENDPOINT=hub.url)
     assert code == 0, line + errors
-    old = backbone_info(load(line))
+    old = backbone_info(load_artifact(line))
     assert old.revision == COMMITS["v1"] and old.digest != info.digest
 
     # What was downloaded once needs no hub any more: neither told so, nor finding out by itself.
     hub.requests.clear()
-    code, line, _ = run_apart(tmp_path, config, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
-    assert code == 0 and backbone_info(load(line)) == old and not hub.requests
-    code, line, _ = run_apart(tmp_path, config, HF_ENDPOINT=f"http://127.0.0.1:{_free_port()}")
-    assert code == 0 and backbone_info(load(line)) == old
+    code, line, _ = resolve_apart(tmp_path, config, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    assert code == 0 and backbone_info(load_artifact(line)) == old and not hub.requests
+    code, line, _ = resolve_apart(tmp_path, config, HF_ENDPOINT=f"http://127.0.0.1:{_free_port()}")
+    assert code == 0 and backbone_info(load_artifact(line)) == old
 
 
 def test_hub_refusals(tmp_path: Path, hub: Hub) -> None:
-    code, line, _ = run_apart(tmp_path, {"model": "team/toy", "revision": "v9"}, HF_ENDPOINT=hub.url)
+    code, line, _ = resolve_apart(tmp_path, {"model": "team/toy", "revision": "v9"}, HF_ENDPOINT=hub.url)
     assert code == 2 and "no revision 'v9'" in line
-    code, line, _ = run_apart(tmp_path, {"model": "team/unknown"}, HF_ENDPOINT=hub.url)
+    code, line, _ = resolve_apart(tmp_path, {"model": "team/unknown"}, HF_ENDPOINT=hub.url)
     assert code == 2 and "'team/unknown' is neither a directory here nor a model at" in line
 
 
@@ -359,10 +269,18 @@ def test_dead_hub_fails_in_seconds(tmp_path: Path, silent: bool) -> None:
             listener.listen()
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         start = time.monotonic()
-        code, line, _ = run_apart(tmp_path, {"model": "team/toy"}, HF_ENDPOINT=endpoint)
+        code, line, _ = resolve_apart(tmp_path, {"model": "team/toy"}, HF_ENDPOINT=endpoint)
     assert code == 2 and "set HF_ENDPOINT to a mirror, or give a local model directory" in line
     assert float(line.split()[0]) < 15, line
     assert time.monotonic() - start < 60
+
+
+def test_hub_that_falls_silent_while_downloading_is_given_up(tmp_path: Path, hub: Hub) -> None:
+    """The look-up was answered, so nothing but the client's own limits ends a file that never arrives."""
+    hub.silent = "GET /team/toy/resolve/"
+    code, line, _ = resolve_apart(tmp_path, {"model": "team/toy"}, HF_ENDPOINT=hub.url, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert code == 2 and "can't be reached or failed" in line
+    assert 5 < float(line.split()[0]) < 30, line
 
 
 def _free_port() -> int:

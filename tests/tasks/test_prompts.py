@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from infra.artifacts import Artifact, ArtifactStore
 from infra.errors import UserError
 from tasks import prompts
 from tasks.prompts import SPLITS, PromptsConfig, assign_split, collect_prompts, normalise, read_split
-
-ROOT = Path(__file__).parents[2]
+from tests.hub import COMMITS, TOKEN, Hub, load_artifact, run_apart, serve
 
 
 @pytest.fixture
@@ -216,17 +215,51 @@ def test_bad_shares_are_refused(split: dict[str, float]) -> None:
         PromptsConfig(split=split)
 
 
+# Runs the stage in a fresh process.
+collect_apart = partial(run_apart, "from tasks.prompts import PromptsConfig as Config, collect_prompts as stage")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A set of chats: a JSONL file of turns at first, a Parquet file of messages now."""
+    write_lines(tmp_path / "old" / "chat.jsonl", numbered(20))
+    chats = [
+        {"messages": [{"role": "user", "content": f"Chat {i}?"}, {"role": "assistant", "content": "!"}]}
+        for i in range(30)
+    ]
+    (tmp_path / "new").mkdir()
+    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "new" / "chat.parquet")
+    with serve({"datasets/team/chat": {"main": tmp_path / "new", "v1": tmp_path / "old"}}) as server:
+        yield server
+
+
+def test_hub_set_is_loaded_pinned_and_authorised(tmp_path: Path, hub: Hub) -> None:
+    """Catches rows that don't arrive or come from another revision, a token that isn't sent, needless look-ups."""
+    code, line, errors = collect_apart(tmp_path, {"sources": ["hub:team/chat@v1"]}, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+    assert code == 0, line + errors
+    old = load_artifact(line)
+    assert {prompt.turns for prompt in everything(old)} == {tuple(row["turns"]) for row in numbered(20)}
+    assert {prompt.source for prompt in everything(old)} == {"team/chat"}
+    assert hub.requests and {token for _, token in hub.requests} == {f"Bearer {TOKEN}"}
+    written = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()] and TOKEN not in line + errors
+
+    code, line, errors = collect_apart(tmp_path, {"sources": ["hub:team/chat"]}, HF_ENDPOINT=hub.url)
+    assert code == 0, line + errors
+    newest = load_artifact(line)
+    assert {prompt.turns for prompt in everything(newest)} == {(f"Chat {i}?",) for i in range(30)}
+    assert newest.manifest["inputs"]["source.0"] != old.manifest["inputs"]["source.0"] and newest.key != old.key
+
+    # A full commit names its content, so what was collected from it once is found without asking.
+    hub.requests.clear()
+    pinned = {"sources": [f"hub:team/chat@{COMMITS['v1']}"]}
+    code, line, errors = collect_apart(tmp_path, pinned, HF_ENDPOINT=hub.url)
+    assert code == 0 and load_artifact(line).path == old.path, line + errors
+    assert not hub.requests
+
+
 def test_hub_set_without_a_hub_fails_in_seconds(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from infra.artifacts import ArtifactStore\n"
-        "from infra.errors import UserError; from tasks.prompts import PromptsConfig, collect_prompts\n"
-        "try: collect_prompts(ArtifactStore(Path(sys.argv[1])), PromptsConfig(sources=['hub:team/chats']))\n"
-        "except UserError as error: print(error)\n"
-    )
-    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "PATH": ""}
     start = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "root")], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert "hub:team/chats' can't be looked up" in result.stdout, result.stderr
+    code, line, _ = collect_apart(tmp_path, {"sources": ["hub:team/chats"]}, HF_ENDPOINT="http://127.0.0.1:9")
+    assert code == 2 and "hub:team/chats' can't be looked up" in line
     assert time.monotonic() - start < 30
