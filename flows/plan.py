@@ -6,6 +6,7 @@ Keys follow from content, so a stage is known to be cached only if all it reads 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from flows.config import RunConfig
 from flows.stages import STAGES, Run
 from infra.artifacts import Artifact, ArtifactStore
 from tasks.backbone import backbone_info
-from tasks.prompts import SPLITS, collect_prompts
+from tasks.prompts import SPLITS, Prompt, collect_prompts, read_split
 from tasks.stage import Context, dtype_of
 from tasks.teacher import plan_bytes
 
 # Measured with the embedded backbone on two cores (docs/performance.md); other models and machines will differ.
 ASSUMED: dict[str, float] = {
-    "tokens per answer as a share of max_new_tokens": 1.05,
+    "tokens per answered turn as a share of max_new_tokens": 0.88,
     "distilled tokens per second": 240,
     "teacher positions per second": 730,
     "trained positions per second": 1500,
@@ -62,7 +63,7 @@ def make_plan(config: RunConfig, root: Path, until: str) -> dict[str, Any]:
             break
     else:
         states["publish"] = "run"
-    prompts = _prompt_counts(config, results.get("prompts"))
+    prompts = _read_prompts(config, results.get("prompts"))
     costs = _costs(config, prompts, results)
     stages = [
         {"name": name, "state": state} | (costs.get(name, {}) if state == "run" else {})
@@ -70,7 +71,7 @@ def make_plan(config: RunConfig, root: Path, until: str) -> dict[str, Any]:
     ]
     return {
         "stages": stages,
-        "prompts": prompts,
+        "prompts": {split: len(rows) for split, rows in prompts.items()},
         "minutes": sum(stage.get("minutes", 0.0) for stage in stages),
         "bytes": sum(stage.get("bytes", 0) for stage in stages),
         "free_bytes": _free(root),
@@ -106,24 +107,28 @@ def _state(run: Run, stage: Any, results: dict[str, Artifact]) -> str:
     return state
 
 
-def _prompt_counts(config: RunConfig, prompts: Artifact | None) -> dict[str, int]:
+def _read_prompts(config: RunConfig, prompts: Artifact | None) -> dict[str, list[Prompt]]:
     if prompts is None:
-        import tempfile
-
         with tempfile.TemporaryDirectory() as scratch:
-            prompts = collect_prompts(ArtifactStore(Path(scratch)), config.prompts)
-            return {split: int(prompts.counts[split]) for split in SPLITS}
-    return {split: int(prompts.counts[split]) for split in SPLITS}
+            return _read_prompts(config, collect_prompts(ArtifactStore(Path(scratch)), config.prompts))
+    return {split: read_split(prompts, split) for split in SPLITS}
 
 
-def _costs(config: RunConfig, prompts: Mapping[str, int], results: Mapping[str, Artifact]) -> dict[str, dict[str, Any]]:
+def _costs(
+    config: RunConfig, prompts: Mapping[str, list[Prompt]], results: Mapping[str, Artifact]
+) -> dict[str, dict[str, Any]]:
     hidden, vocab = 576, 49152
     if "backbone" in results:
         info = backbone_info(results["backbone"])
         hidden, vocab = info.hidden_size, info.vocab_size
-    requests = (prompts["train"] + prompts["calibration"]) * len(config.distill.temperatures)
-    tokens = int(requests * config.distill.max_new_tokens * ASSUMED["tokens per answer as a share of max_new_tokens"])
-    train = int(tokens * prompts["train"] / max(1, prompts["train"] + prompts["calibration"]))
+
+    def answered(split: str) -> int:
+        turns = sum(min(len(prompt.turns), config.distill.max_turns) for prompt in prompts[split])
+        most = turns * len(config.distill.temperatures) * config.distill.max_new_tokens
+        return int(most * ASSUMED["tokens per answered turn as a share of max_new_tokens"])
+
+    train = answered("train")
+    tokens = train + answered("calibration")
     dtype = dtype_of(config.teacher.dtype)
     keep = config.teacher.hidden != "live"
     teacher = plan_bytes(tokens, hidden_size=hidden, top_k=config.teacher.top_k, keep_hidden=keep, dtype=dtype)
