@@ -58,7 +58,7 @@ MUTANTS = (
         "packed instead of depth positions",
         "medusa_core/engine.py",
         "(lengths_B[:, None] + depths_N)",
-        "(lengths_B[:, None] + torch.arange(nodes, device=self.device))",
+        "(lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=self.device))",
         (HEADLINE,),
     ),
     Mutant(
