@@ -121,7 +121,7 @@ def _timed(
                 rows += [_row(name, prompt, turn, ids, answer) for name, answer in answers.items()]
                 # The next turn's context is the same for all: the reference's answer.
                 ids = ids + answers[REFERENCE].tokens
-            progress.advance(1)
+            progress.advance(1, f"stops after {config['max_minutes']:g} min")
     return rows, contexts
 
 
