@@ -59,7 +59,8 @@ class Tracker:
         figures = [f"{self.done:,.0f}/{self.total:,.0f} {self.unit}"]
         if (done := self.done - self._baseline) > 0:
             rate = done / max(1e-9, time.monotonic() - self.start)
-            figures += [f"{rate:,.{1 if rate >= 1 else 2}f} {self.unit}/s", f"{(self.total - self.done) / rate:,.0f} s left"]
+            figures.append(f"{rate:,.{1 if rate >= 1 else 2}f} {self.unit}/s")
+            figures.append(f"{(self.total - self.done) / rate:,.0f} s left")
         return ", ".join(figures + [self.note] * bool(self.note))
 
     def _publish(self) -> None:
