@@ -19,7 +19,7 @@ class FreshProcess:
     """`make(*arguments)` in a process of its own; `call` runs a method there and hands back its result."""
 
     def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """`make` and its arguments travel by pickle. The object is made at once, but not waited for."""
+        """`make` and its arguments travel by pickle; the object itself is made at the first call."""
         self.name = name
         context = mp.get_context("forkserver")
         # Takes effect when the server starts, at the first use; what it lacks later, a child imports itself.

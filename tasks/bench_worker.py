@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,13 @@ class Worker:
 
 def start_workers(contestants: Sequence[Contestant]) -> list[Worker]:
     """Starts every contestant's process, then lets one after the other load, so that no two load at once."""
-    workers = [Worker(contestant) for contestant in contestants]
-    try:
+    with ExitStack() as started:
+        workers = [Worker(contestant) for contestant in contestants]
+        for worker in workers:
+            started.callback(worker.close)
         for worker in workers:
             worker.load()
-    except BaseException:
-        for worker in workers:
-            worker.close()
-        raise
+        started.pop_all()
     return workers
 
 
