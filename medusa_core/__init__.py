@@ -2,7 +2,19 @@
 
 from medusa_core.engine import MedusaEngine
 from medusa_core.heads import HeadsConfig, MedusaHeads
-from medusa_core.session import Generation, SamplingParams
+from medusa_core.portfolio import Portfolio
+from medusa_core.sampling import SamplingParams
+from medusa_core.session import DecodingSession, Generation, Progress
 from medusa_core.tree import Tree
 
-__all__ = ["Generation", "HeadsConfig", "MedusaEngine", "MedusaHeads", "SamplingParams", "Tree"]
+__all__ = [
+    "DecodingSession",
+    "Generation",
+    "HeadsConfig",
+    "MedusaEngine",
+    "MedusaHeads",
+    "Portfolio",
+    "Progress",
+    "SamplingParams",
+    "Tree",
+]

@@ -1,76 +1,295 @@
-"""Which drafted tokens stay: pure functions of tensors, no model and no state.
+"""Which drafted tokens stay: pure functions of tensors. They know no model, no cache, no text and no random generator.
 
-A node is right if its token is the one the target chose at its parent; the longest right path is accepted. With the
-target's choice the argmax this is greedy decoding; with a draw from the target's own distribution it is exact
-sampling (every emitted token is a draw from the target, whatever the candidates were).
-Legend: B batch, N tree nodes, V vocabulary, A accepted path length (tree depth + 1).
+Three rules, told apart by what they promise:
+- `accept_longest`: a node is right if its token is the one the target chose at its parent. With the argmax
+  (`choose_greedy`) this is greedy decoding, with a draw (`choose_sampled`) exact sampling: every emitted token is a
+  draw from the target, whatever the candidates were.
+- `accept_rejection`: exact sampling too, for candidates drawn from the heads by `draw_children`; it accepts more.
+- `accept_typical`: the paper's section 2.3.1. It does not keep the target's distribution.
+
+Nothing here waits for the device: shapes follow from the tree alone, so a step can be captured as a graph. Uniforms
+are the caller's, in [0, 1), float64 (float32's 24 bits would round a large vocabulary's tail away), and independent.
+Legend: B batch, N tree nodes, V vocabulary, K heads (or depths), A path length (tree depth + 1), C children of one
+node, M parents of one depth.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from medusa_core.tree import Tree
+from medusa_core.tree import Tree, TreeTensors
+
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Result of one step: the node reached, how many nodes of its path are kept (root included), and the path."""
+    """Result of one step: the node reached, how many nodes of its path are kept (root included), the path (its last
+    node repeated), and the token that follows it, which is the next step's root."""
 
     node_B: torch.Tensor
     length_B: torch.Tensor
     path_BA: torch.Tensor
+    next_B: torch.Tensor
 
 
-def accept_longest(tokens_BN: torch.Tensor, chosen_BN: torch.Tensor, tree: Tree) -> Accepted:
+# Greedy and exact sampling: the target chooses after every node, then the tree is walked.
+
+
+def accept_longest(tokens_BN: torch.Tensor, chosen_BN: torch.Tensor, tree: TreeTensors) -> Accepted:
     """Longest path whose every node carries the token chosen at its parent; the root always counts.
 
     tokens_BN: the drafted tokens; chosen_BN: the target's choice *after* each node. Siblings carry different
     tokens, so at most one path survives.
     """
-    parents = torch.tensor(tree.parents, device=tokens_BN.device).clamp(min=0)
-    right_BN = tokens_BN == chosen_BN[:, parents]
-    right_BN[:, 0] = True
-    ancestors_NN = tree.ancestors_NN.to(tokens_BN.device)
-    # A path is right if none of its nodes is wrong.
-    path_right_BN = ~((~right_BN)[:, None, :] & ancestors_NN).any(-1)
-    node_B = (path_right_BN * (tree.depths_N.to(tokens_BN.device) + 1)).argmax(-1)
-    return Accepted(
-        node_B=node_B,
-        length_B=tree.depths_N.to(tokens_BN.device)[node_B] + 1,
-        path_BA=tree.paths_ND.to(tokens_BN.device)[node_B],
-    )
+    right_BN = tokens_BN == chosen_BN[:, tree.parents_N]
+    node_B = (_whole_paths(right_BN, tree) * (tree.depths_N + 1)).argmax(-1)
+    return _accepted(node_B, chosen_BN.gather(1, node_B[:, None])[:, 0], tree)
 
 
 def choose_greedy(logits_BNV: torch.Tensor) -> torch.Tensor:
-    """The target's greedy choice after each node, [B, N]."""
-    return logits_BNV.argmax(-1)
+    """The target's greedy choice after each node, [B, N]: the likeliest token, the first of equals.
 
-
-def sampling_probabilities(logits_NV: torch.Tensor, *, temperature: float, top_p: float) -> torch.Tensor:
-    """The target's distribution after temperature, then nucleus truncation, fp32 [N, V].
-
-    The nucleus is the smallest set of likeliest tokens whose mass reaches top_p; top_p = 1 keeps everything.
+    Two stages, because an argmax over bf16 runs value by value on a CPU while a maximum is vectorised: the first
+    block that holds the maximum, then the first place in it.
     """
-    probs_NV = (logits_NV.float() / temperature).softmax(-1)
+    vocabulary = logits_BNV.shape[-1]
+    if vocabulary <= _BLOCK:
+        return logits_BNV.argmax(-1)
+    peaks_BNX = logits_BNV.unfold(-1, _BLOCK, _BLOCK).amax(-1)
+    if vocabulary % _BLOCK:
+        # The last block overlaps the one before. It is only chosen if its peak beats all before, so lies past them.
+        peaks_BNX = torch.cat([peaks_BNX, logits_BNV[..., -_BLOCK:].amax(-1, keepdim=True)], -1)
+    start_BN1 = (peaks_BNX.argmax(-1, keepdim=True) * _BLOCK).clamp(max=vocabulary - _BLOCK)
+    block_BNX = logits_BNV.gather(-1, start_BN1 + torch.arange(_BLOCK, device=logits_BNV.device))
+    return start_BN1[..., 0] + block_BNX.argmax(-1)
+
+
+def target_probabilities(
+    logits_NV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> torch.Tensor:
+    """The target's distribution: temperature (above 0), then top-k (0 is off), then nucleus; fp32 [N, V].
+
+    The order and meaning of transformers' logits warpers. Top-k removes what is less likely than the k-th, so it
+    keeps ties; the nucleus is the smallest set of likeliest tokens whose mass, of what top-k left, reaches top_p.
+    """
+    scores_NV = logits_NV.float() / temperature
+    if top_k > 0:
+        least_N1 = scores_NV.topk(min(top_k, scores_NV.shape[-1]), -1).values[:, -1:]
+        scores_NV = scores_NV.masked_fill(scores_NV < least_N1, float("-inf"))
+    probs_NV = scores_NV.softmax(-1)
     if top_p < 1.0:
         sorted_NV, order_NV = probs_NV.sort(-1, descending=True)
         # A token stays if the mass before it is still short of top_p, so the likeliest always stays.
-        keep_NV = sorted_NV.cumsum(-1) - sorted_NV < top_p
+        keep_NV = sorted_NV.double().cumsum(-1) - sorted_NV < top_p
         probs_NV = torch.zeros_like(probs_NV).scatter_(-1, order_NV, sorted_NV * keep_NV)
         probs_NV = probs_NV / probs_NV.sum(-1, keepdim=True)
     return probs_NV
 
 
 def choose_sampled(
-    logits_NV: torch.Tensor, *, temperature: float, top_p: float, uniform_N: torch.Tensor
+    logits_NV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, uniform_N: torch.Tensor
 ) -> torch.Tensor:
-    """One draw after each node by inverting the cumulative distribution at uniform_N in [0, 1), [N]."""
-    cumulative_NV = sampling_probabilities(logits_NV, temperature=temperature, top_p=top_p).double().cumsum(-1)
+    """One draw after each node from `target_probabilities`, [N]."""
+    return _draw(target_probabilities(logits_NV, temperature=temperature, top_k=top_k, top_p=top_p), uniform_N)
+
+
+# Typical acceptance.
+
+
+def accept_typical(
+    tokens_BN: torch.Tensor,
+    logits_BNV: torch.Tensor,
+    tree: TreeTensors,
+    *,
+    temperature: float,
+    epsilon: float,
+    delta: float,
+) -> Accepted:
+    """Longest path of typical tokens (paper section 2.3.1). NOT distribution-preserving: label every figure with it.
+
+    A token x is typical if p(x) > min(epsilon, delta * exp(-H(p))), with p the target after its parent at this
+    temperature and H its entropy in nats; the root always counts. Among the longest paths the likeliest wins, then
+    the lower node, and the next root is the argmax, so the result is deterministic. Temperature 0 is greedy. The
+    reference's defaults are epsilon 0.09 and delta 0.3.
+    """
+    if temperature == 0:
+        return accept_longest(tokens_BN, choose_greedy(logits_BNV), tree)
+    rows_B = torch.arange(len(tokens_BN), device=tokens_BN.device)
+    probs_BNV = (logits_BNV.float() / temperature).softmax(-1)
+    threshold_BN = (delta * (-torch.special.entr(probs_BNV).sum(-1)).exp()).clamp(max=epsilon)[:, tree.parents_N]
+    prob_BN = probs_BNV[rows_B[:, None], tree.parents_N, tokens_BN]
+    typical_BN = prob_BN > threshold_BN
+    whole_BN = _whole_paths(typical_BN, tree)
+    # Only nodes that are typical, the root aside, lie on the paths compared; the others' logarithm may be -inf.
+    below_root_BN = typical_BN & (tree.depths_N > 0)
+    log_prob_BN = torch.where(below_root_BN, prob_BN.double(), 1.0).log()
+    likelihood_BN = (log_prob_BN[:, None, :] * tree.ancestors_NN).sum(-1)
+    length_BN = whole_BN * (tree.depths_N + 1)
+    longest_BN = length_BN == length_BN.amax(-1, keepdim=True)
+    node_B = likelihood_BN.masked_fill(~longest_BN, float("-inf")).argmax(-1)
+    return _accepted(node_B, choose_greedy(logits_BNV[rows_B, node_B][:, None])[:, 0], tree)
+
+
+# Rejection sampling: candidates drawn from the heads, siblings without replacement.
+
+
+def draw_children(root_B: torch.Tensor, probs_BKV: torch.Tensor, tree: Tree, uniform_BN: torch.Tensor) -> torch.Tensor:
+    """Tokens of every node, [B, N]: the root's, then each node's siblings drawn in order without replacement.
+
+    probs_BKV: head k's distribution, over the target's vocabulary. Every parent's children are drawn independently
+    of other parents'. A tree's ranks only order siblings here. The root's uniform is not used.
+    A child for which the head has no further token of non-zero probability repeats its first sibling: a valid id to
+    run through the model, which `accept_rejection` never accepts.
+    """
+    if tree.is_off:
+        return root_B[:, None]
+    families = _families(tree, root_B.device)
+    depths, parents, most = families.children_KMC.shape
+    cumulative_BKV = probs_BKV[:, :depths].double().cumsum(-1)
+    vocabulary = cumulative_BKV.shape[-1]
+    uniform_BKMC = uniform_BN.double()[:, families.children_KMC.clamp(min=0)]
+    shape_BKM = (len(root_B), depths, parents)
+    # Tokens drawn so far, and the stretch of the cumulative distribution that each took away.
+    drawn_BKMC = torch.empty(*shape_BKM, 0, dtype=torch.int64, device=root_B.device)
+    begin_BKMC = end_BKMC = cumulative_BKV.new_empty(*shape_BKM, 0)
+    for order in range(most):
+        left_BKM = (cumulative_BKV[..., -1:] - (end_BKMC - begin_BKMC).sum(-1)).clamp(min=0)
+        point_BKM = uniform_BKMC[..., order] * left_BKM
+        # The point is a place in what is left. From left to right, step over each stretch that lies before it; the
+        # maximum keeps rounding from ending inside one.
+        begins_BKMC, by_place_BKMC = begin_BKMC.sort(-1)
+        ends_BKMC = end_BKMC.gather(-1, by_place_BKMC)
+        for begin_BKM, end_BKM in zip(begins_BKMC.unbind(-1), ends_BKMC.unbind(-1), strict=True):
+            beyond_BKM = torch.maximum(point_BKM + (end_BKM - begin_BKM), end_BKM)
+            point_BKM = torch.where(point_BKM >= begin_BKM, beyond_BKM, point_BKM)
+        token_BKM = torch.searchsorted(cumulative_BKV, point_BKM, right=True)
+        # With nothing left (or by rounding, once in 1e16) the point is past the last token.
+        spent_BKM = token_BKM == vocabulary
+        token_BKM = torch.where(spent_BKM, drawn_BKMC[..., 0] if order else vocabulary - 1, token_BKM)
+        end_BKM = cumulative_BKV.gather(-1, token_BKM)
+        begin_BKM = torch.where(token_BKM > 0, cumulative_BKV.gather(-1, (token_BKM - 1).clamp(min=0)), 0.0)
+        drawn_BKMC = torch.cat([drawn_BKMC, token_BKM[..., None]], -1)
+        begin_BKMC = torch.cat([begin_BKMC, torch.where(spent_BKM, end_BKM, begin_BKM)[..., None]], -1)
+        end_BKMC = torch.cat([end_BKMC, end_BKM[..., None]], -1)
+    return torch.cat([root_B[:, None], drawn_BKMC.flatten(1)[:, families.places_N[1:]]], 1)
+
+
+def accept_rejection(
+    tokens_BN: torch.Tensor,
+    target_probs_BNV: torch.Tensor,
+    draft_probs_BKV: torch.Tensor,
+    tree: Tree,
+    uniform_BN: torch.Tensor,
+    uniform_next_B: torch.Tensor,
+) -> Accepted:
+    """Rejection sampling over the tree: the emitted tokens are distributed exactly as the target's.
+
+    At each node its children are tried in order: child x is accepted with probability min(1, p(x) / q(x)), and
+    after a rejection p becomes norm(max(0, p - q)) and q loses x, since siblings are drawn without replacement. If
+    none is accepted the next token is drawn from what is left of p; after a leaf, from p.
+    tokens_BN must come from `draw_children` with these draft_probs_BKV; target_probs_BNV is the target *after* each
+    node. The uniforms are new ones, not those of the draw; the root's is not used.
+    """
+    node_B = torch.zeros_like(tokens_BN[:, 0])
+    rows_B = torch.arange(len(tokens_BN), device=tokens_BN.device)
+    here_B = torch.ones_like(node_B, dtype=torch.bool)
+    p_BV = _normalised(target_probs_BNV[:, 0].double())
+    families = _families(tree, tokens_BN.device)
+    for depth, most in enumerate(families.most_K):
+        q_BV = _normalised(draft_probs_BKV[:, depth].double())
+        waiting_B, moved_B = here_B, torch.zeros_like(here_B)
+        parent_B = node_B
+        for order in range(most):
+            child_B = families.children_NC[parent_B, order]
+            exists_B, child_B = child_B >= 0, child_B.clamp(min=0)
+            token_B1 = tokens_BN.gather(1, child_B[:, None])
+            p_B, q_B = p_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
+            # A token that q no longer holds was not drawn from it: the repeated sibling of `draw_children`.
+            tried_B = waiting_B & exists_B & (q_B > 0)
+            accepted_B = tried_B & (uniform_BN[rows_B, child_B] * q_B < p_B)
+            rejected_B1 = (tried_B & ~accepted_B)[:, None]
+            p_BV = torch.where(rejected_B1, _residual(p_BV, q_BV), p_BV)
+            q_BV = torch.where(rejected_B1, _without(q_BV, token_B1), q_BV)
+            node_B = torch.where(accepted_B, child_B, node_B)
+            moved_B, waiting_B = moved_B | accepted_B, waiting_B & ~accepted_B
+        # Rows that stop here keep what is left of p for their next token.
+        here_B = moved_B
+        p_BV = torch.where(here_B[:, None], _normalised(target_probs_BNV[rows_B, node_B].double()), p_BV)
+    return _accepted(node_B, _draw(p_BV, uniform_next_B), tree.on(tokens_BN.device))
+
+
+def _residual(p_BV: torch.Tensor, q_BV: torch.Tensor) -> torch.Tensor:
+    """norm(max(0, p - q)): what the target still owes once a draw from q was rejected."""
+    left_BV = (p_BV - q_BV).clamp(min=0)
+    # Only p = q leaves nothing, and then the rejection was rounding: p stands.
+    return torch.where(left_BV.sum(-1, keepdim=True) > 0, _normalised(left_BV), p_BV)
+
+
+def _without(q_BV: torch.Tensor, token_B1: torch.Tensor) -> torch.Tensor:
+    """q given that its draw is not this token; all zero if it has no other."""
+    return _normalised(q_BV.scatter(1, token_B1, 0.0))
+
+
+def _normalised(weights_BV: torch.Tensor) -> torch.Tensor:
+    """Rows that sum to 1; a row of zeros stays one."""
+    mass_B1 = weights_BV.sum(-1, keepdim=True)
+    return weights_BV / torch.where(mass_B1 > 0, mass_B1, 1.0)
+
+
+# Shared parts.
+
+
+def _whole_paths(right_BN: torch.Tensor, tree: TreeTensors) -> torch.Tensor:
+    """Nodes on whose path, themselves included, no node but the root is wrong, [B, N] bool."""
+    wrong_BN = ~right_BN & (tree.depths_N > 0)
+    return ~(wrong_BN[:, None, :] & tree.ancestors_NN).any(-1)
+
+
+def _accepted(node_B: torch.Tensor, next_B: torch.Tensor, tree: TreeTensors) -> Accepted:
+    return Accepted(node_B=node_B, length_B=tree.depths_N[node_B] + 1, path_BA=tree.paths_NA[node_B], next_B=next_B)
+
+
+def _draw(probs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
+    """One draw per row by inverting the cumulative distribution; never a token of probability 0."""
+    cumulative_NV = probs_NV.double().cumsum(-1)
     # Scaling by the total keeps rounding in the sum from ever pointing past the last token; "right" skips tokens of
     # probability 0 that precede the drawn one.
     target_N1 = (uniform_N.double() * cumulative_NV[:, -1])[:, None]
     index_N = torch.searchsorted(cumulative_NV, target_N1, right=True)[:, 0]
-    return index_N.clamp(max=logits_NV.shape[-1] - 1)
+    return index_N.clamp(max=probs_NV.shape[-1] - 1)
+
+
+@dataclass(frozen=True)
+class _Families:
+    """Who is whose child, siblings in node order. most_K: the largest number of children at each parents' depth.
+
+    children_NC: of each node, -1 past its last; children_KMC: the same by depth, only of nodes that have any;
+    places_N: where each node stands in the flattened children_KMC (0 for the root, which is nobody's child).
+    """
+
+    most_K: tuple[int, ...]
+    children_NC: torch.Tensor
+    children_KMC: torch.Tensor
+    places_N: torch.Tensor
+
+
+@lru_cache(maxsize=256)
+def _families(tree: Tree, device: torch.device) -> _Families:
+    by_depth: list[dict[int, list[int]]] = [{} for _ in range(tree.depth)]
+    for node, (parent, path) in enumerate(zip(tree.parents[1:], tree.choices, strict=True), 1):
+        by_depth[len(path) - 1].setdefault(parent, []).append(node)
+    most_K = tuple(max(len(children) for children in families.values()) for families in by_depth)
+    parents, width = max((len(families) for families in by_depth), default=0), max(most_K, default=0)
+    children_NC = torch.full((tree.nodes, width), -1)
+    children_KMC = torch.full((tree.depth, parents, width), -1)
+    places_N = torch.zeros(tree.nodes, dtype=torch.int64)
+    for depth, families in enumerate(by_depth):
+        for place, (parent, children) in enumerate(families.items()):
+            count = len(children)
+            children_NC[parent, :count] = children_KMC[depth, place, :count] = torch.tensor(children)
+            places_N[children] = (depth * parents + place) * width + torch.arange(count)
+    return _Families(most_K, children_NC.to(device), children_KMC.to(device), places_N.to(device))

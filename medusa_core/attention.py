@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from medusa_core.errors import InputError
+from medusa_core.errors import UnsupportedByTreeAttention
+from medusa_core.ops import masked_attention, materialize, recording_gradients, tree_attention
 
 NAME = "medusa_tree"
 
@@ -31,42 +31,50 @@ def tree_attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, Hq, N, D], key/value [B, Hkv, S, D], additive or boolean mask [B, 1, N, S] → ([B, N, Hq, D], None).
+    """query [B, Hq, N, D], key/value [>=B, Hkv, >=S, D], mask [B, 1, N or G*N, S] → ([B, N, Hq, D], None).
 
     Without a mask this is transformers' own SDPA attention, so a model switched to it still generates as before.
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise InputError(f"{type(module).__name__} uses attention sinks or a position bias, which medusa_tree lacks")
-    if attention_mask is None and softcap is None:
-        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
-    batch, heads, nodes, size = query.shape
-    kv_heads, slots = key.shape[1], key.shape[2]
-    group = heads // kv_heads
-    folded = query.reshape(batch, kv_heads, group * nodes, size)
+        raise UnsupportedByTreeAttention("its attention has sinks or a position bias")
     mask = attention_mask
-    if mask is not None and group > 1:
-        mask = mask.expand(batch, 1, nodes, slots).repeat(1, 1, group, 1)
-    if softcap is None:
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    else:
-        scale = size**-0.5 if scaling is None else scaling
-        scores = torch.tanh(folded @ key.transpose(-1, -2) * scale / softcap) * softcap
-        if mask is None:
-            mask = torch.ones(nodes, slots, dtype=torch.bool, device=query.device).tril(slots - nodes)
-            mask = mask.repeat(group, 1)
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        out = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-    out = out.reshape(batch, heads, nodes, value.shape[-1])
-    return out.transpose(1, 2).contiguous(), None
+    if mask is None and softcap is None:
+        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
+    if mask is None:
+        nodes, slots = query.shape[2], key.shape[2]
+        mask = torch.ones(1, 1, nodes, slots, dtype=torch.bool, device=query.device).tril(slots - nodes)
+    attend = masked_attention if recording_gradients(query, key, value) else tree_attention
+    return attend(query, key, value, mask, scaling, softcap), None
+
+
+def register_tree_attention() -> None:
+    """Makes the attention known to transformers, with its mask function, or padding would silently be lost."""
+    AttentionInterface.register(NAME, tree_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:
-    """Registers the attention with its mask function (else padding is silently lost) and switches the model to it."""
-    AttentionInterface.register(NAME, tree_attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    """Switches the model to tree attention; UnsupportedByTreeAttention if it attends in a way of its own."""
+    register_tree_attention()
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise UnsupportedByTreeAttention(f"it takes no other attention than its own ({error})") from error
     if model.config._attn_implementation != NAME:
-        raise InputError(f"{type(model).__name__} does not go through transformers' attention interface")
+        raise UnsupportedByTreeAttention("it does not go through transformers' attention interface")
+
+
+def share_rotary_tables(model: PreTrainedModel) -> None:
+    """Makes a compiled step compute its cosines and sines once, not once in every layer that reads them."""
+
+    def stored(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() and isinstance(output, tuple):
+            return tuple(materialize(table) for table in output)
+        return output
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.register_forward_hook(stored)
 
 
 def visibility(
@@ -93,19 +101,41 @@ def visibility(
 
 
 def masks_for(
-    config: Any, lengths_B: torch.Tensor, ancestors_NN: torch.Tensor, depths_N: torch.Tensor, *, slots: int
+    config: Any,
+    lengths_B: torch.Tensor,
+    ancestors_NN: torch.Tensor,
+    depths_N: torch.Tensor,
+    *,
+    slots: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The mask argument a model of this configuration takes: one 4-D mask, or one per layer type."""
+    """The mask argument a model of this configuration takes: one additive 4-D mask, or one per layer type.
+
+    Where the configuration tells how many query heads share a key head, masks come folded for them, [B, 1, G*N, S],
+    once a step instead of once a layer.
+    """
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     types = set(getattr(config, "layer_types", None) or [])
     if unknown := types - {"full_attention", "sliding_attention"}:
-        raise InputError(f"{config.model_type} has layers of type {sorted(unknown)}, which a tree can't be verified on")
+        raise UnsupportedByTreeAttention(f"it has layers of type {sorted(unknown)}")
+    group = query_group(config)
+    zero = torch.zeros((), dtype=dtype, device=lengths_B.device)
+    hidden = torch.full((), float("-inf"), dtype=dtype, device=lengths_B.device)
 
     def build(width: int | None) -> torch.Tensor:
-        return visibility(lengths_B, ancestors_NN, depths_N, slots=slots, window=width)
+        seen = visibility(lengths_B, ancestors_NN, depths_N, slots=slots, window=width)
+        return torch.where(seen, zero, hidden).repeat(1, 1, group, 1)
 
     if "sliding_attention" in types:
         return {"full_attention": build(None), "sliding_attention": build(window)}
     return build(None if types else window)
+
+
+def query_group(config: Any) -> int:
+    """Query heads per key head, 1 where a configuration doesn't say."""
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads == 0:
+        return heads // kv_heads
+    return 1

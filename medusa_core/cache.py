@@ -1,51 +1,56 @@
 """A key-value cache with a length per row, written in place; what transformers sees of it is the `Cache` interface.
 
 Row b holds its committed prefix in slots 0 .. length[b]-1 and, during a step, the tree's nodes right after it.
-`compact` keeps an accepted path and forgets the rest. It knows nothing of tokens or acceptance.
-Legend: B rows, N nodes of the step, S slots, H key heads, D head size, A path length.
+`compact` keeps an accepted path and forgets the rest. Layers of one shape share one tensor, so that compaction is a
+single indexed copy whatever the depth of the model. It knows nothing of tokens or acceptance.
+Legend: L layers, R rows, B rows of the step, N nodes, S slots, H key heads, D head size, A path length.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from medusa_core.errors import InputError
+from medusa_core.ops import write_cache
+
+
+class LayerShape(NamedTuple):
+    """What one layer keeps of a token: `heads` keys of `key_size` and values of `value_size`."""
+
+    heads: int
+    key_size: int
+    value_size: int
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer, [B, H, S, D], allocated when their shape is first seen."""
+    """One layer's place in its store; transformers calls `update`."""
 
     is_sliding = False
 
-    def __init__(self, owner: TreeCache) -> None:
+    def __init__(self, owner: TreeCache, store: int, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.owner = owner
+        self.owner, self.store, self.index = owner, store, index
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, slots = self.owner.rows, self.owner.slots
-
-        def allocate(like: torch.Tensor) -> torch.Tensor:
-            # Zeros, not garbage: masked slots still enter products, and 0 · NaN is NaN.
-            return torch.zeros(rows, like.shape[1], slots, like.shape[3], dtype=like.dtype, device=like.device)
-
-        self.keys, self.values = allocate(key_states), allocate(value_states)
-        self.is_initialized = True
+        raise AssertionError("the cache is allocated as a whole")
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        keys, values = self.stores()
-        return self.owner.write(keys, key_states), self.owner.write(values, value_states)
-
-    def stores(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None and self.values is not None, "no forward has filled this layer yet"
-        return self.keys, self.values
+        owner = self.owner
+        keys, values = owner.stores[self.store]
+        write_cache(keys, values, key_states, value_states, self.index, owner.first_row, owner.start_B)
+        # All slots, and all rows from the first: attention reads as many as its mask and its queries have. Were they
+        # cut here, a compiled step would be tied to calls in which the same sizes happen to be equal.
+        first = owner.first_row
+        keys, values = keys[self.index], values[self.index]
+        return (keys[first:], values[first:]) if first else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.extent, 0
@@ -60,58 +65,53 @@ class _Layer(CacheLayerMixin):
 class TreeCache(Cache):
     """Cache of `rows` sequences of up to `slots` tokens. `place` says where the next forward's keys go."""
 
-    def __init__(self, *, layers: int, rows: int, slots: int) -> None:
+    def __init__(
+        self, shapes: Sequence[LayerShape], *, rows: int, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.rows, self.slots = rows, slots
-        self.extent = 0
-        self._window = slice(0, 0)
-        self._slot_BN: torch.Tensor | None = None
-        self._row_B1: torch.Tensor | None = None
-        self._start = 0
-        self._own_layers = [_Layer(self) for _ in range(layers)]
-        super().__init__(layers=list(self._own_layers))
+        self.first_row, self.extent = 0, 0
+        self.start_B = torch.zeros(1, dtype=torch.int64, device=device)
+        kinds = list(dict.fromkeys(shapes))
 
-    def place(self, first_row: int, lengths: list[int], nodes: int, device: torch.device) -> None:
-        """Announces a forward over `nodes` tokens of len(lengths) consecutive rows, written after their lengths."""
-        if max(lengths) + nodes > self.slots:
-            raise InputError(f"the cache has {self.slots} slots, this step needs {max(lengths) + nodes}")
-        self._window = slice(first_row, first_row + len(lengths))
-        self.extent = max(lengths) + nodes
-        self._start = lengths[0]
-        same = all(length == lengths[0] for length in lengths)
-        # Rows of one length (always so for a batch of 1) are written as a slice, several times cheaper than a scatter.
-        steps_N = torch.arange(nodes, device=device)
-        self._slot_BN = None if same else torch.tensor(lengths, device=device)[:, None] + steps_N
-        self._row_B1 = torch.arange(len(lengths), device=device)[:, None]
+        def allocate(count: int, heads: int, size: int) -> torch.Tensor:
+            # Zeros, not garbage: masked slots still enter products, and 0 · NaN is NaN.
+            return torch.zeros(count, rows, heads, slots, size, dtype=dtype, device=device)
 
-    def write(self, store: torch.Tensor, new_BHND: torch.Tensor) -> torch.Tensor:
-        """Writes one layer's new keys or values and returns what the rows hold up to the step's extent."""
-        rows = store[self._window]
-        if self._slot_BN is None:
-            rows[:, :, self._start : self._start + new_BHND.shape[2]] = new_BHND
-        else:
-            # An indexed store, not scatter_: that one copies all of the cache's rows for a handful of new ones.
-            rows[self._row_B1, :, self._slot_BN] = new_BHND.transpose(1, 2)
-        return rows[:, :, : self.extent]
+        self.stores = [
+            (
+                allocate(shapes.count(kind), kind.heads, kind.key_size),
+                allocate(shapes.count(kind), kind.heads, kind.value_size),
+            )
+            for kind in kinds
+        ]
+        layers = [_Layer(self, kinds.index(shape), shapes[:number].count(shape)) for number, shape in enumerate(shapes)]
+        super().__init__(layers=layers)
 
-    def compact(self, lengths: list[int], path_BA: torch.Tensor) -> None:
-        """Moves the nodes of each row's path to the slots right after its length (rows 0 .. len(lengths)-1).
+    def place(self, first_row: int, start_B: torch.Tensor, *, end: int) -> None:
+        """Announces a forward over consecutive rows whose new keys go to the slots from start_B on, up to `end`."""
+        if end > self.slots:
+            raise InputError(f"the cache has {self.slots} slots, this step needs {end}")
+        self.first_row, self.start_B = first_row, start_B
+
+    def compact(self, start_B: torch.Tensor, path_BA: torch.Tensor) -> None:
+        """Moves the nodes of each row's path (rows 0 .. B-1) to the slots right after its prefix of start_B tokens.
 
         Path entries past a row's accepted length may name any node: their slots are free again after this step.
         """
-        depth = path_BA.shape[1]
-        steps_A = torch.arange(depth, device=path_BA.device)
-        if bool((path_BA == steps_A).all()):
+        below_BA = path_BA[:, 1:]
+        if below_BA.shape[1] == 0:
             return
-        base_B1 = torch.tensor(lengths, device=path_BA.device)[:, None]
-        row_B1 = torch.arange(len(lengths), device=path_BA.device)[:, None]
-        for layer in self._own_layers:
-            for store in layer.stores():
+        row_B1 = torch.arange(path_BA.shape[0], device=path_BA.device)[:, None]
+        steps_A = torch.arange(1, path_BA.shape[1], device=path_BA.device)
+        source_BA, target_BA = start_B[:, None] + below_BA, start_B[:, None] + steps_A
+        for pair in self.stores:
+            for store in pair:
                 # Read as a copy before anything is written, so overlapping source and target slots are safe.
-                kept = store[row_B1, :, base_B1 + path_BA]
-                store[row_B1, :, base_B1 + steps_A] = kept
+                kept = store[:, row_B1, :, source_BA]
+                store[:, row_B1, :, target_BA] = kept
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copies a row's committed prefix into another row."""
-        for layer in self._own_layers:
-            for store in layer.stores():
-                store[target, :, :length] = store[source, :, :length]
+        for pair in self.stores:
+            for store in pair:
+                store[:, target, :, :length] = store[:, source, :, :length]

@@ -1,55 +1,76 @@
-"""The decoding engine for any decoder-only transformers model: a backbone with heads and a tree, and the plain calls.
+"""The decoding engine for any decoder-only transformers model: a backbone with heads and trees, and the plain calls.
 
 The decode step itself is `session.DecodingSession.step`. With the tree "off" the same code is plain decoding.
-It knows nothing of text.
-Legend: B rows, N tree nodes, V vocabulary, D hidden.
+Of text it knows only the tokenizer it may be given, for stop strings.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from medusa_core.attention import masks_for, use_tree_attention
-from medusa_core.cache import TreeCache
+from medusa_core.attention import use_tree_attention
+from medusa_core.backbone import Backbone, cache_argument, check_tree_support, context_length
 from medusa_core.checkpoint import load_heads
-from medusa_core.errors import InputError
+from medusa_core.compile_probe import compiles
+from medusa_core.compiling import can_compile
+from medusa_core.copies import CopyingBackbone
+from medusa_core.drafting import Drafter
+from medusa_core.errors import InputError, UnsupportedByTreeAttention
 from medusa_core.heads import MedusaHeads
-from medusa_core.packing import pack_linears
-from medusa_core.session import DecodingSession, Generation, Progress, SamplingParams, StepSeconds
-from medusa_core.tap import HiddenTap
+from medusa_core.portfolio import Portfolio
+from medusa_core.sampling import SamplingParams
+from medusa_core.session import DecodingSession, Generation, Progress, StepSeconds
 from medusa_core.tree import OFF, Tree
+
+CompileMode = Literal["auto", "on", "off"]
+_log = logging.getLogger(__name__)
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer."""
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
 
 
 class MedusaEngine:
-    """A backbone with heads and a tree. `heads=None` or the empty tree decode plainly."""
+    """A backbone with heads and trees. `heads=None` or the empty tree decode plainly."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         heads: MedusaHeads | None = None,
-        tree: Tree = OFF,
+        tree: Tree | Portfolio = OFF,
         *,
         eos_token_ids: Sequence[int] | None = None,
         pack: bool = False,
+        compile: CompileMode = "off",
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Switches `model` to tree attention (it still generates as before). `pack` reorders the linear layers'
-        weights once (CPU only): faster, at the price of a second copy. InputError for an unsuitable model or tree."""
+        """Switches `model` to tree attention (it still generates as before).
+
+        `pack` reorders the linear layers' weights once (CPU only): faster, at the price of a second copy. `compile`
+        compiles the step: "on" does, "auto" does if a subprocess survives compiling and running it first. InputError
+        for a model or tree that can't be decoded with.
+        """
         _refuse_unsuitable(model)
-        use_tree_attention(model)
         self.model = model.eval()
+        self.portfolio = tree if isinstance(tree, Portfolio) else Portfolio.of(tree)
         self.heads = heads
-        self.tree = tree
-        self._check_tree(tree)
-        if pack:
-            pack_linears(model)
+        for each in self.portfolio.trees:
+            self.check_tree(each)
         self.eos = frozenset(eos_token_ids if eos_token_ids is not None else _eos_of(model))
+        self.tokenizer = tokenizer
         self.seconds = StepSeconds()
-        self._tap = HiddenTap(model)
+        self.drafter = None if heads is None else Drafter(heads, pack=pack)
+        self.backbone = _backbone(model, pack=pack, compile=compile)
 
     @classmethod
     def from_pretrained(
@@ -57,16 +78,23 @@ class MedusaEngine:
         backbone: str | Path,
         heads: str | Path | None = None,
         *,
-        tree: Tree = OFF,
+        tree: Tree | Portfolio = OFF,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
-        pack: bool = False,
+        pack: bool = True,
+        compile: CompileMode = "off",
+        trust_remote_code: bool = False,
     ) -> MedusaEngine:
-        """Loads a local model directory and, if given, a heads directory; InputError if they don't belong together."""
-        model: Any = AutoModelForCausalLM.from_pretrained(str(backbone), dtype=dtype, local_files_only=True)
-        model = model.to(device)
+        """Loads a local model directory with its tokenizer, if it has one, and, if given, a heads directory; InputError
+        if they don't belong together. Code in the model's directory runs only with `trust_remote_code`."""
+        where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        if not Path(backbone).is_dir():
+            raise InputError(f"there is no model directory {str(backbone)!r}")
+        model: Any = AutoModelForCausalLM.from_pretrained(str(backbone), dtype=dtype, **where).to(device)
         loaded = None if heads is None else load_heads(Path(heads), model, backbone=Path(backbone))
-        return cls(model, loaded, tree, pack=pack)
+        has_tokenizer = (Path(backbone) / "tokenizer_config.json").exists()
+        tokenizer = AutoTokenizer.from_pretrained(str(backbone), **where) if has_tokenizer else None
+        return cls(model, loaded, tree, pack=pack, compile=compile, tokenizer=tokenizer)
 
     @property
     def device(self) -> torch.device:
@@ -75,38 +103,68 @@ class MedusaEngine:
 
     @property
     def context_length(self) -> int:
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
+        return self.backbone.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are compiled."""
+        return self.backbone.steps is not None and self.backbone.steps.enabled
 
     def close(self) -> None:
         """Detaches the engine from the model."""
-        self._tap.close()
+        self.backbone.close()
 
-    def session(self, *, rows: int, slots: int, tree: Tree | None = None) -> DecodingSession:
+    def session(self, *, rows: int, slots: int, tree: Tree | Portfolio | None = None) -> DecodingSession:
         """State for up to `rows` concurrent requests of up to `slots` tokens each, tree included."""
-        tree = self.tree if tree is None else tree
-        self._check_tree(tree)
-        return DecodingSession(self, rows=rows, slots=slots, tree=tree)
+        portfolio = self.portfolio if tree is None else tree if isinstance(tree, Portfolio) else Portfolio.of(tree)
+        for each in portfolio.trees:
+            self.check_tree(each)
+        return DecodingSession(self, rows=rows, slots=slots, portfolio=portfolio)
+
+    @torch.inference_mode()
+    def warm_up(self, *, rows: int = 1) -> float:
+        """Runs two steps with every kind of tree of the portfolio, which compiles what is to be compiled; seconds."""
+        begin = time.perf_counter()
+        trees = {tree.is_off: tree for tree in self.portfolio.trees}
+        for tree in trees.values():
+            budget = 2 * (tree.depth + 1) + 1
+            session = self.session(rows=rows, slots=8 + budget + tree.nodes, tree=tree)
+            for _ in range(min(rows, 2)):
+                session.add_request(list(range(8)), SamplingParams(budget))
+            for _ in range(2):
+                session.step()
+        self.seconds = StepSeconds()
+        return time.perf_counter() - begin
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], *, batch: int = 1
     ) -> list[Generation]:
-        """Answers of all prompts (token ids), in their order, at most `batch` of them at a time."""
+        """Answers of all prompts (token ids), in their order, at most `batch` of them at a time.
+
+        A prompt whose parameters say n gives n answers in a row, drawn with the seeds seed .. seed + n - 1.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InputError(f"{len(prompts)} prompts, but {len(each)} sets of parameters")
-        if not prompts:
+        queue = [
+            (prompt, replace(one, n=1, seed=one.seed + draw))
+            for prompt, one in zip(prompts, each, strict=True)
+            for draw in range(one.n)
+        ]
+        if not queue:
             return []
         session = self.session(rows=batch, slots=self.slots_for(prompts, each))
         done: dict[int, Generation] = {}
-        queue = list(zip(prompts, each, strict=True))
-        order: list[int] = []
         while queue or session.active:
             asked, queue = queue[: session.free], queue[session.free :]
             for added in session.add_requests(asked):
-                order.append(added.request)
                 done[added.request] = added.generation
             session.step()
-        return [done[request] for request in order]
+        return [done[request] for request in sorted(done)]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Progress]:
         """One answer as it arrives: each item carries the tokens one step accepted."""
@@ -117,41 +175,51 @@ class MedusaEngine:
 
     def slots_for(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> int:
         """Cache slots that hold each of these requests: prompt + budget + tree, never the model's maximum."""
-        return max(len(p) + s.max_new_tokens for p, s in zip(prompts, params, strict=True)) + self.tree.nodes
+        longest = max(len(p) + s.max_new_tokens for p, s in zip(prompts, params, strict=True))
+        return min(longest, max(self.context_length, 1)) + self.portfolio.nodes
 
-    def forward(
-        self,
-        cache: TreeCache,
-        first_row: int,
-        lengths: list[int],
-        tokens_BN: torch.Tensor,
-        ancestors_NN: torch.Tensor,
-        depths_N: torch.Tensor,
-        *,
-        only_B: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One backbone pass over nodes placed after each row's prefix: (logits [B, N, V], hidden [B, N, D]).
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out; InputError without a tokenizer."""
+        if self.tokenizer is None:
+            raise InputError("this engine has no tokenizer: pass tokenizer=, or load it with from_pretrained")
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-        With `only_B`, logits and hidden state of that one node of each row (N = 1 in what is returned).
-        Call it under torch.inference_mode, as the session does.
-        """
-        cache.place(first_row, lengths, tokens_BN.shape[1], self.device)
-        lengths_B = torch.tensor(lengths, device=self.device)
-        # Nodes past the model's last position are cut by the budget, but their position must still be a legal one.
-        positions_BN = (lengths_B[:, None] + depths_N).clamp(max=self.context_length - 1)
-        mask: Any = masks_for(self.model.config, lengths_B, ancestors_NN, depths_N, slots=cache.extent)
-        with self._tap.only(only_B):
-            output = self.model(
-                input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, cache=cache, use_cache=True
-            )
-        return output.logits, self._tap.hidden
-
-    def _check_tree(self, tree: Tree) -> None:
+    def check_tree(self, tree: Tree) -> None:
+        """InputError if the heads can't draft this tree."""
         if tree.is_off:
             return
         if self.heads is None:
             raise InputError("a tree needs heads: pass heads, or the empty tree for plain decoding")
         tree.check(num_heads=self.heads.num_heads, max_rank=len(self.heads.vocab_map_C))
+
+
+def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode) -> Backbone | CopyingBackbone:
+    """The model behind tree attention, or behind copies of its own cache where that can't be."""
+    if compile not in ("auto", "on", "off"):
+        raise InputError(f"compile is {compile!r}; it is 'auto', 'on' or 'off'")
+    own_attention = model.config._attn_implementation
+    try:
+        use_tree_attention(model)
+        check_tree_support(model)
+    except UnsupportedByTreeAttention as reason:
+        _log.warning("%s decodes through copies of its cache, slower: %s", type(model).__name__, reason)
+        model.set_attn_implementation(own_attention)
+        return CopyingBackbone(model, cache_argument(model), context_length(model))
+    return Backbone(model, pack=pack, compiled=_compiled(model, pack=pack, mode=compile))
+
+
+def _compiled(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> bool:
+    if mode == "off":
+        return False
+    why_not = can_compile(model.device)
+    if mode == "on":
+        if why_not:
+            raise InputError(f"compile is 'on', but {why_not}")
+        return True
+    why_not = why_not or compiles(model, pack=pack)
+    if why_not:
+        _log.warning("steps run uncompiled: %s", why_not)
+    return why_not is None
 
 
 def _eos_of(model: PreTrainedModel) -> list[int]:

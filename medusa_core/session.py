@@ -1,7 +1,7 @@
 """A batch in flight: rows of requests that come and go, advanced together by draft, verify, accept, compact, emit.
 
-Knows how the decode step is put together; the backbone's forward is the engine's, what is accepted is decided in
-`acceptance`, and text is nobody's business here.
+Knows how the decode step is put together; the backbone's forward is `backbone`'s, what is accepted is decided in
+`acceptance`, what a request does to the target in `sampling`, when it ends in `stopping`.
 Legend: B rows, N tree nodes, K heads, V vocabulary, D hidden, A path length.
 """
 
@@ -13,46 +13,48 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from transformers import LogitsProcessorList
 
 from medusa_core import acceptance
-from medusa_core.cache import TreeCache
+from medusa_core.acceptance import Accepted
+from medusa_core.backbone import PREFILL_TOKENS
 from medusa_core.errors import InputError
-from medusa_core.tree import Tree
+from medusa_core.portfolio import Portfolio
+from medusa_core.sampling import SamplingParams, process_nodes, processors_for
+from medusa_core.stopping import StopChecker
+from medusa_core.tree import OFF, Tree
 
 if TYPE_CHECKING:
     from medusa_core.engine import MedusaEngine
-
-# Prompts share a pass up to this many tokens, padding included: beyond it a larger product gains nothing.
-_PREFILL_TOKENS = 1024
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one request is answered. temperature 0 is greedy; otherwise every token is an exact draw from the target."""
+class Usage:
+    """Token counts of one answer: an answer's end-of-text token counts, its drafted tokens that were refused don't."""
 
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
+    prompt_tokens: int
+    completion_tokens: int
 
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; ask for at least 1")
-        if self.temperature < 0:
-            raise InputError(f"temperature is {self.temperature}; use 0 for greedy or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass
 class Generation:
-    """An answer so far: token ids (end-of-text included), why it ended, and how many forward passes it took."""
+    """An answer so far: token ids (end-of-text included), why it ended, and how many forward passes it took.
+
+    `stop_reason` is the token id or the string that ended it; `text` is filled where stop strings were asked for, and
+    ends before them.
+    """
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    text: str | None = None
     steps: int = 0
     ttft_s: float = 0.0
 
@@ -60,6 +62,10 @@ class Generation:
     def tokens_per_step(self) -> float:
         """Tokens emitted per verification; the first token comes from the prompt's own pass and is left out."""
         return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, len(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -85,27 +91,46 @@ class StepSeconds:
 class _Row:
     request: int
     params: SamplingParams
+    prompt: Sequence[int]
     length: int
     generation: Generation
+    processors: LogitsProcessorList
+    checker: StopChecker
     uniforms: torch.Generator
+
+    @property
+    def chooses(self) -> bool:
+        """Whether this row needs more than the argmax of the target."""
+        return self.params.temperature > 0 or len(self.processors) > 0
+
+    @property
+    def drafts_at_random(self) -> bool:
+        return self.params.temperature > 0 and self.params.acceptance == "rejection"
+
+    def draws(self, count: int, device: torch.device) -> torch.Tensor:
+        """Uniforms of this request's own generator, [count] float64: no other row changes them."""
+        return torch.rand(count, generator=self.uniforms, dtype=torch.float64).to(device)
 
 
 class DecodingSession:
     """A batch in flight: requests are added while rows are free, `step` advances all of them, finished rows leave.
 
-    Rows 0 .. active-1 are in use; a leaving row is replaced by the last one, so the batch is always a prefix.
+    Rows 0 .. active-1 are in use; a leaving row is replaced by the last one, so the batch is always a prefix. Between
+    steps a row is its cache, its next token (the root) and the hidden state before it: nothing of a tree, so every
+    step may use another one.
     """
 
-    def __init__(self, engine: MedusaEngine, *, rows: int, slots: int, tree: Tree) -> None:
+    def __init__(self, engine: MedusaEngine, *, rows: int, slots: int, portfolio: Portfolio) -> None:
+        if rows < 1:
+            raise InputError(f"rows is {rows}; a session needs at least 1")
         self.engine = engine
-        self.tree = tree
+        self.portfolio = portfolio
         self.rows: list[_Row] = []
-        self.capacity = rows
-        layers = engine.model.config.get_text_config().num_hidden_layers
-        self.cache = TreeCache(layers=layers, rows=rows, slots=slots)
+        self.capacity, self.slots = rows, slots
+        self.cache = engine.backbone.open(rows=rows, slots=slots)
         device = engine.device
-        self._depths_N, self._ranks_N = tree.depths_N.to(device), tree.ranks_N.to(device)
-        self._ancestors_NN = tree.ancestors_NN.to(device)
+        # Rows that are not in use hold length 0 and token 0, so that a padded step computes something legal there.
+        self._length_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self._root_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self._hidden_BD: torch.Tensor | None = None
         self._next_request = 0
@@ -117,6 +142,12 @@ class DecodingSession:
     @property
     def free(self) -> int:
         return self.capacity - len(self.rows)
+
+    @property
+    def tree(self) -> Tree:
+        """The tree that the next step uses: the portfolio's for so many rows and so long a context."""
+        longest = max((row.length for row in self.rows), default=1)
+        return self.portfolio.pick(max(self.active, 1), longest)
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams) -> Progress:
         """Runs the prompt and emits the first token. InputError if no row is free or the prompt doesn't fit."""
@@ -131,51 +162,30 @@ class DecodingSession:
                 f"{len(requests)} more requests, but {self.free} of {self.capacity} rows are free: "
                 "step until one finishes, or open more rows"
             )
-        queue = [(prompt, self._fitted(prompt, params)) for prompt, params in requests]
+        queue = [self._new_row(prompt, params) for prompt, params in requests]
         progress = []
         while queue:
             count = 1
-            while count < len(queue) and (count + 1) * max(len(p) for p, _ in queue[: count + 1]) <= _PREFILL_TOKENS:
+            while count < len(queue) and (count + 1) * max(r.length for r in queue[: count + 1]) <= PREFILL_TOKENS:
                 count += 1
             progress += self._prefill(queue[:count])
             queue = queue[count:]
         self._drop_finished()
         return progress
 
-    def _fitted(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
-        """The parameters with their budget cut to the model's context; InputError for a prompt that can't be run."""
-        context = self.engine.context_length
-        if not prompt:
-            raise InputError("the prompt has no tokens; give at least one, for example the start-of-text token")
-        if len(prompt) >= context:
-            raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {context}: shorten it")
-        room = context - len(prompt)
-        if params.max_new_tokens > room:
-            params = replace(params, max_new_tokens=room)
-        if len(prompt) + params.max_new_tokens + self.tree.nodes > self.cache.slots:
-            raise InputError(
-                f"prompt ({len(prompt)}) + max_new_tokens ({params.max_new_tokens}) + tree ({self.tree.nodes}) "
-                f"exceed the session's {self.cache.slots} slots"
-            )
-        return params
-
     @torch.inference_mode()
     def step(self) -> list[Progress]:
         """One draft-verify-accept-compact-emit round over all active rows."""
         if not self.rows:
             return []
-        seconds, lengths = self.engine.seconds, [row.length for row in self.rows]
-        start = time.perf_counter()
-        tokens_BN = self._draft()
+        tree, seconds, start = self.tree, self.engine.seconds, time.perf_counter()
+        tokens_BN, drafts = self._draft(tree)
         drafted = time.perf_counter()
-        logits_BNV, hidden_BND = self.engine.forward(
-            self.cache, 0, lengths, tokens_BN, self._ancestors_NN, self._depths_N
-        )
+        logits_BNV, hidden_BND = self._verify(tokens_BN, tree)
         verified = time.perf_counter()
-        chosen_BN = self._choose(logits_BNV, self.rows)
-        accepted = acceptance.accept_longest(tokens_BN, chosen_BN, self.tree)
-        self.cache.compact(lengths, accepted.path_BA)
-        kept = self._commit(accepted, tokens_BN, chosen_BN, hidden_BND)
+        accepted = self._accept(tokens_BN, logits_BNV, self.rows, tree, drafts)
+        self.cache.compact(self._length_B[: self.active], accepted.path_BA)
+        kept = self._commit(accepted, tokens_BN, hidden_BND)
         seconds.draft += drafted - start
         seconds.verify += verified - drafted
         seconds.accept += time.perf_counter() - verified
@@ -194,81 +204,166 @@ class DecodingSession:
                 return
         raise InputError(f"request {request} is not active; active are {[row.request for row in self.rows]}")
 
-    def _prefill(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Progress]:
-        """One pass over prompts padded to the longest; what the padding leaves in the cache lies past their lengths."""
-        start, first = time.perf_counter(), len(self.rows)
-        device = self.engine.device
-        lengths = [len(prompt) for prompt, _ in requests]
-        width = max(lengths)
-        tokens_BN = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt, _ in requests], device=device)
-        logits_B1V, hidden_B1D = self.engine.forward(
-            self.cache,
-            first,
-            [0] * len(requests),
-            tokens_BN,
-            torch.ones(width, width, dtype=torch.bool, device=device).tril(),
-            torch.arange(width, device=device),
-            only_B=torch.tensor(lengths, device=device) - 1,
+    def _new_row(self, prompt: Sequence[int], params: SamplingParams) -> _Row:
+        """A checked request; its budget is cut to the model's context. InputError for what can't be run."""
+        engine = self.engine
+        vocabulary, context = engine.vocab_size, engine.context_length
+        if params.n > 1:
+            raise InputError(f"n is {params.n}; add a request for each sequence, or call the engine's generate")
+        if not prompt:
+            raise InputError("the prompt has no tokens; give at least one, for example the start-of-text token")
+        if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
+            raise InputError(f"the prompt has token {wrong[0]}; the vocabulary's ids are 0 .. {vocabulary - 1}")
+        if len(prompt) >= context:
+            raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {context}: shorten it")
+        room = context - len(prompt)
+        if params.max_new_tokens > room:
+            params = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
+        if len(prompt) + params.max_new_tokens + self.portfolio.nodes > self.slots:
+            raise InputError(
+                f"prompt ({len(prompt)}) + max_new_tokens ({params.max_new_tokens}) + tree ({self.portfolio.nodes}) "
+                f"exceed the session's {self.slots} slots"
+            )
+        processors = processors_for(
+            params,
+            prompt_tokens=len(prompt),
+            eos_token_ids=engine.eos,
+            vocab_size=vocabulary,
+            device=engine.device,
         )
-        for length, (_, params) in zip(lengths, requests, strict=True):
-            uniforms = torch.Generator().manual_seed(params.seed)
-            self.rows.append(_Row(self._next_request, params, length, Generation(length), uniforms))
+        return _Row(
+            request=-1,
+            params=params,
+            prompt=prompt,
+            length=len(prompt),
+            generation=Generation(len(prompt)),
+            processors=processors,
+            checker=StopChecker(params, engine.eos, engine.decode if params.stop and engine.tokenizer else None),
+            uniforms=torch.Generator().manual_seed(params.seed),
+        )
+
+    def _prefill(self, added: Sequence[_Row]) -> list[Progress]:
+        """Runs new rows' prompts in one pass and emits their first tokens."""
+        start, first, device = time.perf_counter(), self.active, self.engine.device
+        logits_BV, hidden_BD = self.engine.backbone.prefill(self.cache, first, [row.prompt for row in added])
+        for row in added:
+            row.request = self._next_request
             self._next_request += 1
+        self.rows += added
+        # The prompt's last token is a tree of one node: what follows it is chosen as everywhere else.
+        last_B1 = torch.tensor([[row.prompt[-1]] for row in added], device=device)
+        root_B = self._accept(last_B1, logits_BV[:, None], added, OFF, {}).next_B
         if self._hidden_BD is None:
-            self._hidden_BD = hidden_B1D.new_zeros(self.capacity, hidden_B1D.shape[-1])
-        rows = slice(first, len(self.rows))
-        root_B = self._choose(logits_B1V, self.rows[rows])[:, 0]
-        self._hidden_BD[rows], self._root_B[rows] = hidden_B1D[:, 0], root_B
+            self._hidden_BD = hidden_BD.new_zeros(self.capacity, hidden_BD.shape[-1])
+        rows = slice(first, self.active)
+        self._hidden_BD[rows], self._root_B[rows] = hidden_BD, root_B
+        self._length_B[rows] = torch.tensor([row.length for row in added], device=device)
+        emitted = root_B.tolist()
         seconds = time.perf_counter() - start
-        progress = []
-        for row, root in zip(self.rows[rows], root_B.tolist(), strict=True):
+        for row in added:
             row.generation.ttft_s = seconds
-            progress.append(self._emit(row, [root]))
-        return progress
+        return [self._emit(row, [root]) for row, root in zip(added, emitted, strict=True)]
 
-    def _draft(self) -> torch.Tensor:
-        """Tokens of every node, [B, N]: the root, then each node's rank among its head's candidates."""
-        active = len(self.rows)
-        root_B1 = self._root_B[:active, None]
-        if self.tree.is_off:
-            return root_B1
-        heads, hidden_BD = self.engine.heads, self._hidden_BD
-        assert heads is not None and hidden_BD is not None
-        top_BKW = heads.top_tokens(hidden_BD[:active], num_heads=self.tree.depth, width=self.tree.width)
-        return torch.cat([root_B1, top_BKW[:, self._depths_N[1:] - 1, self._ranks_N[1:]]], 1)
+    def _draft(self, tree: Tree) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Tokens of every node, [B, N]: the root, then each node's rank among its head's candidates.
 
-    def _choose(self, logits_BNV: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
-        """The target's choice after each node of these rows, [B, N]."""
-        chosen_BN = acceptance.choose_greedy(logits_BNV)
-        for index, row in enumerate(rows):
-            if row.params.temperature > 0:
-                nodes = logits_BNV.shape[1]
-                uniform_N = torch.rand(nodes, generator=row.uniforms, dtype=torch.float64).to(logits_BNV.device)
-                chosen_BN[index] = acceptance.choose_sampled(
-                    logits_BNV[index],
-                    temperature=row.params.temperature,
-                    top_p=row.params.top_p,
-                    uniform_N=uniform_N,
+        Rows that accept by rejection get draws from the heads instead; their distributions [1, K, V] by row.
+        """
+        root_B1 = self._root_B[: self.active, None]
+        if tree.is_off:
+            return root_B1, {}
+        drafter, hidden_BD = self.engine.drafter, self._hidden_BD
+        assert drafter is not None and hidden_BD is not None
+        layout = tree.on(self.engine.device)
+        top_BKW = drafter.top_tokens(hidden_BD[: self.active], num_heads=tree.depth, width=tree.width)
+        tokens_BN = torch.cat([root_B1, top_BKW[:, layout.depths_N[1:] - 1, layout.ranks_N[1:]]], 1)
+        drafts: dict[int, torch.Tensor] = {}
+        for index, row in enumerate(self.rows):
+            if row.drafts_at_random:
+                one = slice(index, index + 1)
+                drafts[index] = drafter.probabilities(
+                    hidden_BD[one], num_heads=tree.depth, temperature=row.params.temperature
                 )
-        return chosen_BN
+                uniform_1N = row.draws(tree.nodes, tokens_BN.device)[None]
+                tokens_BN[one] = acceptance.draw_children(self._root_B[one], drafts[index], tree, uniform_1N)
+        return tokens_BN, drafts
 
-    def _commit(
+    def _verify(self, tokens_BN: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+        """The backbone's logits [B, N, V] and hidden states [B, N, D] of every node."""
+        active = self.active
+        batch = max(active, min(2, self.capacity)) if self.engine.backbone.pads_rows else active
+        if batch > active:
+            tokens_BN = torch.cat([tokens_BN, tokens_BN.new_zeros(batch - active, tree.nodes)])
+        longest = max(row.length for row in self.rows)
+        logits_BNV, hidden_BND = self.engine.backbone.verify(
+            self.cache, self._length_B[:batch], longest, tokens_BN, tree
+        )
+        return logits_BNV[:active], hidden_BND[:active]
+
+    def _accept(
         self,
-        accepted: acceptance.Accepted,
         tokens_BN: torch.Tensor,
-        chosen_BN: torch.Tensor,
-        hidden_BND: torch.Tensor,
-    ) -> list[list[int]]:
+        logits_BNV: torch.Tensor,
+        rows: Sequence[_Row],
+        tree: Tree,
+        drafts: dict[int, torch.Tensor],
+    ) -> Accepted:
+        """The path each row keeps: all greedy rows at once, then the others one by one."""
+        each = [
+            self._accept_one(row, tokens_BN[i : i + 1], logits_BNV[i : i + 1], tree, drafts.get(i))
+            if row.chooses
+            else None
+            for i, row in enumerate(rows)
+        ]
+        if all(one is not None for one in each):
+            return _stacked([one for one in each if one is not None])
+        greedy = acceptance.accept_longest(tokens_BN, acceptance.choose_greedy(logits_BNV), tree.on(tokens_BN.device))
+        if not any(row.chooses for row in rows):
+            return greedy
+        return _stacked([_row_of(greedy, i) if one is None else one for i, one in enumerate(each)])
+
+    def _accept_one(
+        self, row: _Row, tokens_1N: torch.Tensor, logits_1NV: torch.Tensor, tree: Tree, draft: torch.Tensor | None
+    ) -> Accepted:
+        params, device = row.params, tokens_1N.device
+        layout = tree.on(device)
+        if row.processors:
+            context_T = torch.tensor([*row.prompt, *row.generation.tokens], device=device)
+            logits_1NV = process_nodes(
+                logits_1NV[0], context_T=context_T, tokens_N=tokens_1N[0], tree=tree, processors=row.processors
+            )[None]
+        if params.temperature == 0:
+            return acceptance.accept_longest(tokens_1N, acceptance.choose_greedy(logits_1NV), layout)
+        if params.acceptance == "typical":
+            return acceptance.accept_typical(
+                tokens_1N,
+                logits_1NV,
+                layout,
+                temperature=params.temperature,
+                epsilon=params.epsilon,
+                delta=params.delta,
+            )
+        target = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        if draft is not None:
+            probs_1NV = acceptance.target_probabilities(logits_1NV[0], **target)[None]
+            uniforms = row.draws(tree.nodes + 1, device)
+            return acceptance.accept_rejection(
+                tokens_1N, probs_1NV, draft, tree, uniforms[None, : tree.nodes], uniforms[tree.nodes :]
+            )
+        chosen_N = acceptance.choose_sampled(logits_1NV[0], **target, uniform_N=row.draws(tree.nodes, device))
+        return acceptance.accept_longest(tokens_1N, chosen_N[None], layout)
+
+    def _commit(self, accepted: Accepted, tokens_BN: torch.Tensor, hidden_BND: torch.Tensor) -> list[list[int]]:
         """Advances every row past its path; returns each row's new tokens: the path below the root, the next root."""
-        active = len(self.rows)
+        active = self.active
         rows_B = torch.arange(active, device=tokens_BN.device)
-        root_B = chosen_BN[rows_B, accepted.node_B]
         assert self._hidden_BD is not None
         self._hidden_BD[:active] = hidden_BND[rows_B, accepted.node_B]
-        self._root_B[:active] = root_B
+        self._root_B[:active] = accepted.next_B
+        self._length_B[:active] += accepted.length_B
         path_tokens_BA = tokens_BN.gather(1, accepted.path_BA)
         # The step's one read-back: everything the host needs, in one tensor.
-        host = torch.cat([accepted.length_B[:, None], root_B[:, None], path_tokens_BA], 1).tolist()
+        host = torch.cat([accepted.length_B[:, None], accepted.next_B[:, None], path_tokens_BA], 1).tolist()
         kept = []
         for row, (length, root, _, *below) in zip(self.rows, host, strict=True):
             row.length += length
@@ -277,17 +372,15 @@ class DecodingSession:
         return kept
 
     def _emit(self, row: _Row, tokens: list[int]) -> Progress:
-        """Appends tokens up to end-of-text or the budget, whichever comes first."""
+        """Appends tokens up to what ends the answer: end-of-text, a stop, or the budget, whichever comes first."""
         generation = row.generation
         before = len(generation.tokens)
         for token in tokens:
             generation.tokens.append(token)
-            if token in self.engine.eos:
-                generation.finish_reason = "stop"
-            elif len(generation.tokens) == row.params.max_new_tokens:
-                generation.finish_reason = "length"
-            if generation.finish_reason:
+            if hit := row.checker.push(token):
+                generation.finish_reason, generation.stop_reason = hit.finish_reason, hit.stop_reason
                 break
+        generation.text = row.checker.text
         return Progress(row.request, generation.tokens[before:], generation)
 
     def _drop_finished(self) -> None:
@@ -298,6 +391,22 @@ class DecodingSession:
             if index != last:
                 assert self._hidden_BD is not None
                 self.cache.move_row(last, index, self.rows[last].length)
-                self._hidden_BD[index], self._root_B[index] = self._hidden_BD[last].clone(), self._root_B[last].clone()
+                for state in (self._hidden_BD, self._root_B, self._length_B):
+                    state[index] = state[last].clone()
                 self.rows[index] = self.rows[last]
             self.rows.pop()
+            self._length_B[last], self._root_B[last] = 0, 0
+
+
+def _row_of(accepted: Accepted, index: int) -> Accepted:
+    one = slice(index, index + 1)
+    return Accepted(accepted.node_B[one], accepted.length_B[one], accepted.path_BA[one], accepted.next_B[one])
+
+
+def _stacked(rows: Sequence[Accepted]) -> Accepted:
+    return Accepted(
+        torch.cat([row.node_B for row in rows]),
+        torch.cat([row.length_B for row in rows]),
+        torch.cat([row.path_BA for row in rows]),
+        torch.cat([row.next_B for row in rows]),
+    )

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -18,6 +18,21 @@ from kernels.ancestor_bits import mask_from_words, words_from_parents
 from medusa_core.errors import InputError
 
 Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """A tree's layout on one device, which is all that drafting, verifying and accepting read.
+
+    Depth, rank and parent of each node (the root's parent is itself), visibility [N, N] bool, and the node at each
+    depth on the way to each node, [N, A] with A = depth + 1.
+    """
+
+    depths_N: torch.Tensor
+    ranks_N: torch.Tensor
+    parents_N: torch.Tensor
+    ancestors_NN: torch.Tensor
+    paths_NA: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,17 @@ class Tree:
                 line.insert(0, self.parents[line[0]])
             rows.append(line + [node] * (self.depth + 1 - len(line)))
         return torch.tensor(rows)
+
+    def on(self, device: torch.device | str = "cpu") -> TreeTensors:
+        """The layout on a device, made once per tree and device."""
+        return _tensors(self, torch.device(device))
+
+
+@lru_cache(maxsize=256)
+def _tensors(tree: Tree, device: torch.device) -> TreeTensors:
+    parents_N = torch.tensor(tree.parents).clamp(min=0)
+    layout = (tree.depths_N, tree.ranks_N, parents_N, tree.ancestors_NN, tree.paths_ND)
+    return TreeTensors(*(tensor.to(device) for tensor in layout))
 
 
 OFF = Tree(())

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import HeadsConfig, MedusaHeads
+from medusa_core.portfolio import Portfolio
 from medusa_core.session import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests import toys
@@ -83,7 +84,7 @@ def test_headline_greedy_is_plain_greedy_for_every_tree_prompt_and_batch(
     def run(tree: Tree, prompts: list[Prompt], batch: int, data: st.DataObject) -> None:
         nonlocal beyond_root, steps
         budgets = [data.draw(st.integers(1, 40)) for _ in prompts]
-        engine.tree = tree
+        engine.portfolio = Portfolio.of(tree)
         answers = engine.generate(prompts, [SamplingParams(b) for b in budgets], batch=batch)
         for prompt, budget, answer in zip(prompts, budgets, answers, strict=True):
             if tuple(prompt) not in known:
@@ -99,7 +100,7 @@ def test_headline_greedy_is_plain_greedy_for_every_tree_prompt_and_batch(
     try:
         run()
     finally:
-        engine.tree = TREE
+        engine.portfolio = Portfolio.of(TREE)
     assert steps > 100
     assert beyond_root / steps > 0.5
 
@@ -131,9 +132,9 @@ def test_budgets_cut_exactly_even_inside_an_accepted_path(
 ) -> None:
     """Catches tokens past the budget: chain(3) accepts up to 4 a step, so most of these budgets end inside a path."""
     prompt = next(toys.prompt_ids([w]) for w in range(toys.WORDS) if len(toys.answer_to(w)) > 20)
-    engine.tree = chain(3)
+    engine.portfolio = Portfolio.of(chain(3))
     answer = engine.generate([prompt], SamplingParams(budget))[0]
-    engine.tree = TREE
+    engine.portfolio = Portfolio.of(TREE)
     assert answer.tokens == plain(reference, prompt, budget)
     assert len(answer.tokens) == budget
     assert answer.finish_reason == "length"
@@ -144,7 +145,7 @@ def test_end_of_text_inside_an_accepted_path_ends_the_answer(engine: MedusaEngin
     word = next(w for w in range(toys.WORDS) if len(toys.answer_to(w)) > 20)
     full = toys.answer_to(word)
     inside = 0
-    normal, engine.tree = engine.eos, chain(3)
+    normal, engine.portfolio = engine.eos, Portfolio.of(chain(3))
     for place in range(1, 12):
         engine.eos = frozenset({full[place]})
         session = engine.session(rows=1, slots=100)
@@ -162,7 +163,7 @@ def test_end_of_text_inside_an_accepted_path_ends_the_answer(engine: MedusaEngin
         for _ in range(generation.steps):
             last = longer.step()
         inside += len(last[0].generation.tokens) > len(generation.tokens)
-    engine.eos, engine.tree = normal, TREE
+    engine.eos, engine.portfolio = normal, Portfolio.of(TREE)
     assert inside > 3
 
 
@@ -441,8 +442,8 @@ def test_step_seconds_add_up(engine: MedusaEngine) -> None:
 
 def test_off_is_one_token_a_step(engine: MedusaEngine) -> None:
     """Catches a tree that is not off when it says so."""
-    engine.tree = OFF
+    engine.portfolio = Portfolio.of(OFF)
     answer = engine.generate([toys.prompt_ids([2])], SamplingParams(64))[0]
-    engine.tree = TREE
+    engine.portfolio = Portfolio.of(TREE)
     assert answer.tokens == toys.answer_to(2)
     assert answer.tokens_per_step == 1.0

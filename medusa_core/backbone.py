@@ -1,0 +1,217 @@
+"""A transformers model made to verify trees: one pass over nodes placed after each row's prefix, eager or compiled.
+
+It looks at the model once, through a forward of two tokens: what its cache keeps per layer, which linear layers read
+the same input, and whether a tree verified in one pass gives what the model says of each path on its own.
+Knows nothing of heads, acceptance or requests.
+Legend: B rows, N nodes, V vocabulary, D hidden, S cache slots.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from medusa_core.attention import masks_for, share_rotary_tables
+from medusa_core.cache import LayerShape, TreeCache
+from medusa_core.compiling import CompiledSteps
+from medusa_core.errors import InputError, UnsupportedByTreeAttention
+from medusa_core.packing import LinearCalls, pack_linears
+from medusa_core.tap import HiddenTap
+from medusa_core.tree import OFF, Tree, chain
+
+# Prompts share a pass up to this many tokens, padding included: beyond it a larger product gains nothing, and longer
+# prompts are run in pieces of this size, so that the memory of a pass has a bound.
+PREFILL_TOKENS = 1024
+# Attention reads the cache up to the longest row, rounded up: fewer shapes, at little cost.
+_EXTENT = {"cpu": 64, "cuda": 256}
+# How far logits may lie apart, relative to their spread, between one pass over a tree and a pass for each path.
+_CHECK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+class Backbone:
+    """The model behind an engine. `use_tree_attention` was applied; a model keeps generating on its own as before."""
+
+    def __init__(self, model: PreTrainedModel, *, pack: bool, compiled: bool) -> None:
+        self.model = model
+        self._cache_argument = cache_argument(model)
+        calls = LinearCalls(model)
+        self.shapes = _layer_shapes(model, self._cache_argument)
+        groups = calls.groups()
+        if pack:
+            pack_linears(model, groups)
+        # After packing, which replaces the LM head's module.
+        self.tap = HiddenTap(model)
+        share_rotary_tables(model)
+        self.steps = CompiledSteps(self._run, enabled=compiled)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def context_length(self) -> int:
+        return context_length(self.model)
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a step should cover two rows even where one is active: a compiled step of one row is another one."""
+        return self.steps.enabled
+
+    def open(self, *, rows: int, slots: int) -> TreeCache:
+        """A cache for `rows` rows of `slots` tokens, tree included."""
+        return TreeCache(self.shapes, rows=rows, slots=slots, dtype=self.model.dtype, device=self.device)
+
+    def prefill(
+        self, cache: TreeCache, first_row: int, prompts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs prompts into consecutive rows: logits [B, V] and hidden state [B, D] after the last token of each.
+
+        They are padded to the longest; what the padding leaves in the cache lies past their lengths and is never seen.
+        """
+        ends = [len(prompt) for prompt in prompts]
+        width, device = max(ends), self.device
+        padded_BT = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
+        ends_B = torch.tensor(ends, device=device)
+        piece = max(1, PREFILL_TOKENS // len(prompts))
+        logits_BV = hidden_BD = None
+        for begin in range(0, width, piece):
+            tokens_BN = padded_BT[:, begin : begin + piece]
+            nodes = tokens_BN.shape[1]
+            start_B = torch.full_like(ends_B, begin)
+            causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+            depths_N = torch.arange(nodes, device=device)
+            last_B = (ends_B - 1 - begin).clamp(0, nodes - 1)
+            cache.place(first_row, start_B, end=begin + nodes)
+            mask = self._masks(start_B, causal, depths_N, begin + nodes)
+            with self.tap.only(last_B):
+                logits, hidden = self._run(cache, tokens_BN, start_B[:, None] + depths_N, mask)
+            if logits_BV is None or hidden_BD is None:
+                logits_BV, hidden_BD = logits[:, 0].clone(), hidden[:, 0].clone()
+                continue
+            reached_B1 = (ends_B > begin)[:, None]
+            logits_BV = torch.where(reached_B1, logits[:, 0], logits_BV)
+            hidden_BD = torch.where(reached_B1, hidden[:, 0], hidden_BD)
+        assert logits_BV is not None and hidden_BD is not None
+        return logits_BV, hidden_BD
+
+    def verify(
+        self, cache: TreeCache, start_B: torch.Tensor, longest: int, tokens_BN: torch.Tensor, tree: Tree
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over the nodes of rows 0 .. B-1 after their prefixes, the longest of which has `longest` tokens:
+        logits [B, N, V] and hidden states [B, N, D]."""
+        if self.steps.lacks(rows=cache.rows, nodes=tree.nodes):
+            self._compile(one_row=cache.rows == 1, one_node=tree.nodes == 1)
+        return self.steps(cache, *self._placed(cache, start_B, longest, tokens_BN, tree))
+
+    def close(self) -> None:
+        """Detaches from the model."""
+        self.tap.close()
+
+    def _placed(
+        self, cache: TreeCache, start_B: torch.Tensor, longest: int, tokens_BN: torch.Tensor, tree: Tree
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | dict[str, torch.Tensor]]:
+        """Announces a tree to the cache; what the model is given: tokens, positions [B, N], masks."""
+        layout = tree.on(self.device)
+        end = longest + tree.nodes
+        step = _EXTENT.get(self.device.type, 256)
+        cache.place(0, start_B, end=end)
+        # Nodes past the model's last position are cut by the budget, but their position must still be a legal one.
+        positions_BN = (start_B[:, None] + layout.depths_N).clamp(max=self.context_length - 1)
+        extent = min(-(-end // step) * step, cache.slots)
+        return tokens_BN, positions_BN, self._masks(start_B, layout.ancestors_NN, layout.depths_N, extent)
+
+    def _compile(self, *, one_row: bool, one_node: bool) -> None:
+        """Compiles a kind of step on an example of its own, the same in every process."""
+        rows, tree = 1 if one_row else 2, OFF if one_node else chain(15)
+        cache = self.open(rows=rows, slots=512)
+        tokens_BN = torch.zeros(rows, tree.nodes, dtype=torch.int64, device=self.device)
+        start_B = torch.full((rows,), 100, device=self.device)
+        self.steps.prepare(cache, *self._placed(cache, start_B, 100, tokens_BN, tree))
+
+    def _masks(
+        self, start_B: torch.Tensor, ancestors_NN: torch.Tensor, depths_N: torch.Tensor, extent: int
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        config = self.model.config.get_text_config()
+        return masks_for(config, start_B, ancestors_NN, depths_N, slots=extent, dtype=self.model.dtype)
+
+    def _run(
+        self,
+        cache: TreeCache,
+        tokens_BN: torch.Tensor,
+        positions_BN: torch.Tensor,
+        mask: torch.Tensor | dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is compiled. The extent comes from the mask's shape: an attribute's value would be frozen into it."""
+        cache.extent = (mask if isinstance(mask, torch.Tensor) else mask["full_attention"]).shape[-1]
+        output: Any = self.model(
+            input_ids=tokens_BN,
+            position_ids=positions_BN,
+            attention_mask=mask,
+            use_cache=True,
+            **{self._cache_argument: cache},
+        )
+        return output.logits, self.tap.hidden
+
+
+@torch.inference_mode()
+def check_tree_support(model: PreTrainedModel) -> None:
+    """UnsupportedByTreeAttention unless a small tree, verified in one pass, gives what the model says of each of its
+    paths in a pass of its own: a model that adds position biases or masks of its own would differ silently."""
+    try:
+        backbone = Backbone(model, pack=False, compiled=False)
+    except InputError:
+        raise
+    except Exception as error:
+        raise UnsupportedByTreeAttention(f"it can't be run with a cache of keys and values ({error})") from error
+    try:
+        prefix, tree = [1, 2, 3], Tree.from_choices([[0], [1], [0, 0], [1, 0]])
+        tokens = [4, 5, 6, 7, 8]
+        cache = backbone.open(rows=1, slots=len(prefix) + tree.nodes)
+        backbone.prefill(cache, 0, [prefix])
+        start_B = torch.tensor([len(prefix)], device=model.device)
+        logits_1NV, _ = backbone.verify(cache, start_B, len(prefix), torch.tensor([tokens], device=model.device), tree)
+        for node in range(tree.nodes):
+            path = list(dict.fromkeys(tree.paths_ND[node].tolist()))
+            ids = torch.tensor([[*prefix, *(tokens[step] for step in path)]], device=model.device)
+            alone_V = model(input_ids=ids, use_cache=False).logits[0, -1].double()
+            apart = (logits_1NV[0, node].double() - alone_V).norm() / (alone_V - alone_V.mean()).norm().clamp(min=1e-9)
+            if not apart < _CHECK_TOLERANCE.get(model.dtype, 0.2):
+                raise UnsupportedByTreeAttention(f"a tree verified in one pass differs from its paths by {apart:.2g}")
+    except UnsupportedByTreeAttention:
+        raise
+    except Exception as error:
+        raise UnsupportedByTreeAttention(f"a tree can't be verified in one pass ({error})") from error
+    finally:
+        backbone.close()
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Positions the model has been made for; very many where its configuration sets no limit."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name of the forward's cache argument; models older than transformers 5.24 say past_key_values."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@torch.inference_mode()
+def _layer_shapes(model: PreTrainedModel, argument: str) -> list[LayerShape]:
+    """What each layer keeps of a token, seen in a forward over two."""
+    cache = DynamicCache()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    model(input_ids=tokens, use_cache=True, **{argument: cache})
+    shapes = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4:
+            raise UnsupportedByTreeAttention("its cache keeps something other than keys and values of four dimensions")
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+    if not shapes:
+        raise UnsupportedByTreeAttention("it did not use the cache it was given")
+    return shapes

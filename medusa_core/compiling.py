@@ -1,0 +1,125 @@
+"""torch.compile for a step of fixed shapes: which graphs there are, how they are kept apart, where they are cached.
+
+Two graphs serve every tree, context length and number of requests: one for a single node per row (plain decoding), one
+for several; and two more where a cache has more than one row. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx.experimental import _config as shape_config
+
+from medusa_core.cache import TreeCache
+
+Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Mask = torch.Tensor | dict[str, torch.Tensor]
+
+
+class CompiledSteps:
+    """Runs a step compiled (`enabled`) or as it is. `seconds` is what compiling has taken in this process."""
+
+    def __init__(self, run: Step, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.seconds = 0.0
+        self._run = run
+        self._graphs: dict[tuple[bool, bool], Step] = {}
+
+    def lacks(self, *, rows: int, nodes: int) -> bool:
+        """Whether a step of this kind is still to be compiled."""
+        return self.enabled and (rows == 1, nodes == 1) not in self._graphs
+
+    def prepare(self, cache: TreeCache, tokens_BN: torch.Tensor, positions_BN: torch.Tensor, mask: Mask) -> None:
+        """Compiles, or loads from the cache of compiled steps, the graph for steps of this kind.
+
+        Examples should be the same in every process: sizes that may change are still part of what is cached.
+        """
+        begin = time.perf_counter()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory())
+        kind = (cache.rows == 1, tokens_BN.shape[1] == 1)
+        self._mark_dynamic(kind, cache, tokens_BN, positions_BN, mask)
+        graph = _compile(self._run, tokens_BN.device)
+        # Sizes that happen to be equal in the example are not the same size.
+        with shape_config.patch(use_duck_shape=False):
+            graph(cache, tokens_BN, positions_BN, mask)
+        self._graphs[kind] = graph
+        self.seconds += time.perf_counter() - begin
+
+    def __call__(
+        self, cache: TreeCache, tokens_BN: torch.Tensor, positions_BN: torch.Tensor, mask: Mask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step, by the graph of its kind where steps are compiled."""
+        step = self._graphs[cache.rows == 1, tokens_BN.shape[1] == 1] if self.enabled else self._run
+        return step(cache, tokens_BN, positions_BN, mask)
+
+    def _mark_dynamic(
+        self,
+        kind: tuple[bool, bool],
+        cache: TreeCache,
+        tokens_BN: torch.Tensor,
+        positions_BN: torch.Tensor,
+        mask: Mask,
+    ) -> None:
+        """Names the sizes that change from call to call: slots and extent always, rows and nodes unless they are 1."""
+        one_row, one_node = kind
+        mark = torch._dynamo.mark_dynamic
+        for pair in cache.stores:
+            for store in pair:
+                mark(store, [3] if one_row else [1, 3])
+        rows, nodes = ([] if one_row else [0]), ([] if one_node else [1])
+        for tensor in (tokens_BN, positions_BN):
+            if rows + nodes:
+                mark(tensor, rows + nodes)
+        if rows:
+            mark(cache.start_B, 0)
+        for part in [mask] if isinstance(mask, torch.Tensor) else mask.values():
+            mark(part, [*rows, *([] if one_node else [2]), 3])
+
+
+def can_compile(device: torch.device) -> str | None:
+    """None if a compiler for this device is at hand, else why not."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler}) for torch.compile"
+    if device.type == "cuda":
+        return None
+    return f"compiled steps are made for cpu and cuda, not {device.type}"
+
+
+def cache_directory() -> Path:
+    """Where compiled steps are kept between processes: TORCHINDUCTOR_CACHE_DIR, or a directory of the user's own."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(chosen) if chosen else home / "medusa" / "compiled"
+
+
+def _compile(run: Step, device: torch.device) -> Step:
+    options: dict[str, Any] = {"guard_filter_fn": _no_guards}
+    if device.type == "cuda":
+        options["triton.cudagraphs"] = True
+    # dynamo keeps its graphs by code object: a copy of it keeps engines and kinds of step apart, guards or no guards.
+    function = getattr(run, "__func__", run)
+    own = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    bound = types.MethodType(own, run.__self__) if hasattr(run, "__self__") else own
+    compiled: Step = torch.compile(bound, fullgraph=True, dynamic=False, options=options)
+    return compiled
+
+
+def _no_guards(guards: Any) -> list[bool]:
+    """What guards would watch for can't happen here: a graph belongs to one model and is picked by its shapes' kind.
+    Checking several hundred of them costs a millisecond a step."""
+    return [False for _ in guards]
