@@ -25,7 +25,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-mutants: setup ## Ten seeded faults, each of which the suite must catch
+mutants: setup ## Seeded faults, each of which the suite must catch
 	$(BIN)/python -m tests.mutants
 
 setup: $(STAMP)

@@ -8,8 +8,10 @@ from typing import Any
 
 from flows.versions import backbone_of, find_version
 from infra.errors import UserError
+from medusa_core.engine import CompileMode
 from tasks.bench_prompts import read_mt_bench
 from tasks.benchmark import BenchmarkConfig, bench_spec, measure
+from tasks.engine import EngineConfig
 from tasks.stage import Placement, dtype_of
 
 
@@ -23,6 +25,9 @@ def decode(
     turns: int,
     dtype: str,
     compiled: bool,
+    lookup: bool,
+    compile: CompileMode,
+    lossless_prompts: int,
     threads: int | None,
 ) -> dict[str, Any]:
     """One `medusa.report/1` for these heads and prompts; raw token ids are left out of it."""
@@ -32,10 +37,17 @@ def decode(
     chosen = read_mt_bench(prompts, max_turns=turns)
     served = find_version(model, root)
     config = BenchmarkConfig(
-        max_minutes=max_minutes, max_new_tokens=max_new_tokens, max_turns=turns, dtype=dtype, compiled=compiled
+        max_minutes=max_minutes,
+        max_new_tokens=max_new_tokens,
+        max_turns=turns,
+        dtype=dtype,
+        compiled=compiled,
+        lookup=lookup,
+        lossless_prompts=lossless_prompts,
     )
     spec = bench_spec(
         config,
+        EngineConfig(compile=compile),
         backbone=backbone_of(served, root),
         heads=served.directory,
         portfolio=served.portfolio,

@@ -26,7 +26,7 @@ def calibrate_here(
     served = find_version(reference, root)
     config = load_config(None, overrides)
     context = Context(ArtifactStore(root), config.placement)
-    measured = latency(context, config.latency, backbone=backbone_of(served, root), heads=_heads(served))
+    measured = latency(context, config.latency, config.engine, backbone=backbone_of(served, root), heads=_heads(served))
     cells = json.loads(measured.file("latency.json").read_text())
     portfolio = build_portfolio(config.tree, _ranks(served, config.tree.temperature), cells)
     facts = machine_facts(

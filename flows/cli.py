@@ -7,19 +7,35 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 
 import flows  # noqa: F401  (sets the environment before anything reads it)
-from infra.environment import default_root
+from flows import cli_registry
+from flows.cli_options import (
+    AcceptanceRule,
+    AsJson,
+    CompileOption,
+    Config,
+    Model,
+    Overrides,
+    Root,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    compile_mode,
+    err,
+    log_to_terminal,
+    out,
+    root_of,
+    sampling_params,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,29 +48,10 @@ app = typer.Typer(
     "Start with `medusa run --plan`, which says what would happen and runs nothing.",
 )
 bench = typer.Typer(no_args_is_help=True, help="Measurements on prompts of your own.")
-registry_app = typer.Typer(no_args_is_help=True, help="Versions of heads and trees; `champion` is what is served.")
 app.add_typer(bench, name="bench")
-app.add_typer(registry_app, name="registry")
-
-# Piped output has no width of its own; tables then take what they need.
-out = Console() if sys.stdout.isatty() else Console(width=120)
-err = Console(stderr=True)
+app.add_typer(cli_registry.app, name="registry")
 
 _INTERRUPTED = 130
-
-Root = Annotated[
-    Path | None, typer.Option("--root", help="Where everything lies; default $MEDUSA_ROOT or ./medusa-root.")
-]
-Config = Annotated[
-    str | None, typer.Option("--config", help="A YAML file, or the name of a recipe; default smollm2-135m.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key, e.g. `--set train.epochs=2`. Repeatable.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Model = Annotated[
-    str, typer.Option("--model", help="`champion`, `latest`, NAME/VERSION, or a directory that `heads/` lies in.")
-]
 
 
 @app.command()
@@ -77,7 +74,7 @@ def run(
 
     if until not in STAGE_NAMES:
         raise UserError(f"--until {until!r} is no stage; the stages are {', '.join(STAGE_NAMES)}")
-    settings, place = load_config(config, overrides or []), _root(root)
+    settings, place = load_config(config, overrides or []), root_of(root)
     if plan:
         planned = make_plan(settings, place, until)
         if as_json:
@@ -85,7 +82,7 @@ def run(
         else:
             print_plan(planned, out)
         return
-    _log_to_terminal()
+    log_to_terminal()
     # A failed stage is reported by this command, in one paragraph; Prefect would print its traceback first.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     from flows.prefect_server import begin_server, wait_for_server
@@ -108,8 +105,12 @@ def generate(
     model: Model = "champion",
     root: Root = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     seed: int = 0,
+    stop: Stop = None,
+    acceptance: AcceptanceRule = "exact",
     backbone: Annotated[
         str | None,
         typer.Option(help="Another backbone to answer with; refused unless it is the one the heads belong to."),
@@ -119,17 +120,29 @@ def generate(
     """Answer one prompt with the accelerated engine, token by token, and say how fast it was."""
     from flows.generate import stream_answer
 
-    stream_answer(
-        prompt,
-        model=model,
-        root=_root(root),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        backbone=backbone,
-        plain=plain,
-        console=err,
-    )
+    params = sampling_params(max_new_tokens, temperature, top_p, top_k, seed, stop, acceptance)
+    stream_answer(prompt, params, model=model, root=root_of(root), backbone=backbone, plain=plain, console=err)
+
+
+@app.command()
+def chat(
+    model: Model = "champion",
+    root: Root = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per answer.")] = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: int = 0,
+    stop: Stop = None,
+    acceptance: AcceptanceRule = "exact",
+    plain: Annotated[bool, typer.Option("--plain", help="Leave the tree off.")] = False,
+    compiling: CompileOption = "auto",
+) -> None:
+    """Talk to the model in the terminal; tokens arrive in the groups that single steps accepted."""
+    from flows.chat import converse
+
+    params = sampling_params(max_new_tokens, temperature, top_p, top_k, seed, stop, acceptance)
+    converse(params, model=model, root=root_of(root), plain=plain, compile=compile_mode(compiling), console=out)
 
 
 @bench.command("decode")
@@ -142,6 +155,9 @@ def bench_decode(
     turns: Annotated[int, typer.Option(min=1, help="Turns of every conversation.")] = 2,
     dtype: str = "bfloat16",
     compiled: Annotated[bool, typer.Option(help="Also transformers with a compiled static cache.")] = True,
+    lookup: Annotated[bool, typer.Option(help="Also transformers with prompt lookup.")] = True,
+    compiling: CompileOption = "auto",
+    lossless_prompts: Annotated[int, typer.Option(min=1, help="Prompts of the float32 proof.")] = 24,
     threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write the report as a page.")] = None,
     as_json: AsJson = False,
@@ -150,16 +166,19 @@ def bench_decode(
     from flows.bench import decode
     from flows.summary import print_report
 
-    _log_to_terminal()
+    log_to_terminal()
     report = decode(
         prompts,
         model=model,
-        root=_root(root),
+        root=root_of(root),
         max_minutes=max_minutes,
         max_new_tokens=max_new_tokens,
         turns=turns,
         dtype=dtype,
         compiled=compiled,
+        lookup=lookup,
+        compile=compile_mode(compiling),
+        lossless_prompts=lossless_prompts,
         threads=threads,
     )
     if html:
@@ -184,8 +203,8 @@ def calibrate(
     from flows.calibrate import calibrate_here
     from flows.summary import print_portfolio
 
-    _log_to_terminal()
-    portfolio, path = calibrate_here(model, _root(root), overrides or [], output)
+    log_to_terminal()
+    portfolio, path = calibrate_here(model, root_of(root), overrides or [], output)
     if as_json:
         print(json.dumps(portfolio, indent=2))
     else:
@@ -205,7 +224,7 @@ def show_tree(
     from flows.calibrate import inspect_tree
     from flows.summary import print_tree
 
-    entry = inspect_tree(model, _root(root), nodes, cartesian)
+    entry = inspect_tree(model, root_of(root), nodes, cartesian)
     if as_json:
         print(json.dumps(entry, indent=2))
     else:
@@ -217,71 +236,11 @@ def doctor(root: Root = None, as_json: AsJson = False) -> None:
     """Say what this machine can do, and what would be skipped."""
     from flows.doctor import examine, print_findings
 
-    findings = examine(_root(root))
+    findings = examine(root_of(root))
     if as_json:
         print(json.dumps(findings, indent=2))
     else:
         print_findings(findings, out)
-
-
-@registry_app.command("list")
-def registry_list(root: Root = None, as_json: AsJson = False) -> None:
-    """List every registered version."""
-    from flows.registry_commands import list_versions
-
-    list_versions(_registry(root), out, as_json)
-
-
-@registry_app.command("show")
-def registry_show(reference: str, root: Root = None, as_json: AsJson = False) -> None:
-    """Show one version: its tags, files and figures."""
-    from flows.registry_commands import show_version
-
-    show_version(_registry(root), reference, out, as_json)
-
-
-@registry_app.command("diff")
-def registry_diff(first: str, second: str, root: Root = None, as_json: AsJson = False) -> None:
-    """Show what differs between two versions in configuration, accuracy, tree and speed."""
-    from flows.registry_commands import diff_versions
-
-    diff_versions(_registry(root), first, second, out, as_json)
-
-
-@registry_app.command("promote")
-def registry_promote(reference: str, root: Root = None) -> None:
-    """Make a version the champion, whatever the gate said."""
-    registry = _registry(root)
-    version = registry.promote(registry.get(reference))
-    out.print(f"{version.ref} is the champion of {version.model}")
-
-
-@registry_app.command("rollback")
-def registry_rollback(model: str, root: Root = None) -> None:
-    """Give the champion back to the version that the present one replaced."""
-    version = _registry(root).rollback(model)
-    out.print(f"{version.ref} is the champion of {version.model} again")
-
-
-def _registry(root: Path | None) -> Any:
-    from infra.registry import Registry
-
-    return Registry(_root(root), os.environ.get("MLFLOW_TRACKING_URI"))
-
-
-def _root(root: Path | None) -> Path:
-    return root.absolute() if root else default_root()
-
-
-def _log_to_terminal() -> None:
-    handler = RichHandler(console=err, show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S")
-    from flows.run_directory import PACKAGES
-
-    for name in PACKAGES:
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.handlers[:] = [handler]
-        logger.propagate = False
 
 
 def _user_fault(error: BaseException | None) -> str | None:

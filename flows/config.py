@@ -18,6 +18,7 @@ from medusa_core.heads import HeadsConfig
 from tasks.backbone import BackboneConfig
 from tasks.benchmark import BenchmarkConfig
 from tasks.distill import DistillConfig
+from tasks.engine import EngineConfig
 from tasks.latency import LatencyConfig
 from tasks.prompts import PromptsConfig
 from tasks.publish import PublishConfig
@@ -45,6 +46,7 @@ class RunConfig(BaseModel):
     heads: HeadsConfig = Field(default_factory=HeadsConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     ranks: RanksConfig = Field(default_factory=RanksConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     tree: TreeConfig = Field(default_factory=TreeConfig)
     benchmark: BenchmarkConfig = Field(default_factory=BenchmarkConfig)

@@ -35,7 +35,7 @@ def examine(root: Path) -> list[Finding]:
     findings.append(_finding("dtypes", "ok", ", ".join(_dtypes())))
     findings.append(_packing())
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    detail = compiler or "torch.compile is not available, so the compiled baseline of the benchmark fails"
+    detail = compiler or "torch.compile is not available: steps run uncompiled, the compiled baseline fails"
     findings.append(_finding("C++ compiler", "ok" if compiler else "missing", detail))
     findings += [_package(name) for name in PACKAGES]
     findings += [_optional(module, *about) for module, about in OPTIONAL.items()]

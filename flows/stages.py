@@ -84,6 +84,7 @@ def _benchmark(run: Run, got: Results) -> Artifact:
     return benchmark(
         run.context,
         run.config.benchmark,
+        run.config.engine,
         backbone=got["backbone"],
         prompts=got["prompts"],
         heads=got["heads"],
@@ -115,7 +116,7 @@ STAGES: tuple[Stage, ...] = (
         ("backbone", "heads"),
         {
             "latency": lambda run, got: latency(
-                run.context, run.config.latency, backbone=got["backbone"], heads=got["heads"]
+                run.context, run.config.latency, run.config.engine, backbone=got["backbone"], heads=got["heads"]
             )
         },
         timed=True,

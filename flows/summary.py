@@ -46,7 +46,7 @@ def print_report(report: Mapping[str, Any], out: Console) -> None:
         f"tree        {tree['mode']}, {tree['nodes']} nodes, {tree['depth']} deep: "
         f"{tree['expected_tokens_per_step']:.2f} tokens per step expected [{low:.2f}, {high:.2f}]"
     )
-    columns = (">tokens/s", ">tokens/step", ">first token", ">draft", ">verify", ">accept", ">memory")
+    columns = (">tokens/s", ">tokens/step", ">weights", ">first token", ">draft", ">verify", ">accept", ">memory")
     table = _table("engine", *columns, title=_title(report))
     for run in report["runs"]:
         own = run["engine"] in ("plain", "medusa", "champion")
@@ -55,6 +55,7 @@ def print_report(report: Mapping[str, Any], out: Console) -> None:
             run["engine"],
             f"{run['tokens_per_second']:.1f}",
             f"{run['tokens_per_step']:.2f}",
+            f"{run['weights_gbps']:.1f} GB/s",
             f"{run['ttft_ms']:.0f} ms",
             *parts,
             f"{run['peak_memory_mb']:,} MB",

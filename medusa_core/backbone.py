@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -32,6 +32,34 @@ _EXTENT = {"cpu": 64, "cuda": 256}
 _CHECK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
+class StepCache(Protocol):
+    """What a session asks of a cache; `cache.TreeCache` says what the calls mean."""
+
+    def compact(self, start_B: torch.Tensor, path_BA: torch.Tensor) -> None: ...
+    def move_row(self, source: int, target: int, length: int) -> None: ...
+
+
+class Verifier(Protocol):
+    """What a session asks of a backbone: `Backbone`, or `copies.CopyingBackbone`."""
+
+    model: PreTrainedModel
+
+    @property
+    def steps(self) -> CompiledSteps | None: ...
+    @property
+    def pads_rows(self) -> bool: ...
+    @property
+    def context_length(self) -> int: ...
+    def open(self, *, rows: int, slots: int) -> StepCache: ...
+    def prefill(
+        self, cache: Any, first_row: int, prompts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def verify(
+        self, cache: Any, start_B: torch.Tensor, longest: int, tokens_BN: torch.Tensor, tree: Tree
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def close(self) -> None: ...
+
+
 class Backbone:
     """The model behind an engine. `use_tree_attention` was applied; a model keeps generating on its own as before."""
 
@@ -46,7 +74,7 @@ class Backbone:
         # After packing, which replaces the LM head's module.
         self.tap = HiddenTap(model)
         share_rotary_tables(model)
-        self.steps = CompiledSteps(self._run, enabled=compiled)
+        self._steps = CompiledSteps(self._run, enabled=compiled)
 
     @property
     def device(self) -> torch.device:
@@ -58,9 +86,13 @@ class Backbone:
         return context_length(self.model)
 
     @property
+    def steps(self) -> CompiledSteps:
+        return self._steps
+
+    @property
     def pads_rows(self) -> bool:
         """Whether a step should cover two rows even where one is active: a compiled step of one row is another one."""
-        return self.steps.enabled
+        return self._steps.enabled
 
     def open(self, *, rows: int, slots: int) -> TreeCache:
         """A cache for `rows` rows of `slots` tokens, tree included."""
@@ -104,9 +136,9 @@ class Backbone:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over the nodes of rows 0 .. B-1 after their prefixes, the longest of which has `longest` tokens:
         logits [B, N, V] and hidden states [B, N, D]."""
-        if self.steps.lacks(rows=cache.rows, nodes=tree.nodes):
+        if self._steps.lacks(rows=cache.rows, nodes=tree.nodes):
             self._compile(one_row=cache.rows == 1, one_node=tree.nodes == 1)
-        return self.steps(cache, *self._placed(cache, start_B, longest, tokens_BN, tree))
+        return self._steps(cache, *self._placed(cache, start_B, longest, tokens_BN, tree))
 
     def close(self) -> None:
         """Detaches from the model."""
@@ -131,7 +163,7 @@ class Backbone:
         cache = self.open(rows=rows, slots=512)
         tokens_BN = torch.zeros(rows, tree.nodes, dtype=torch.int64, device=self.device)
         start_B = torch.full((rows,), 100, device=self.device)
-        self.steps.prepare(cache, *self._placed(cache, start_B, 100, tokens_BN, tree))
+        self._steps.prepare(cache, *self._placed(cache, start_B, 100, tokens_BN, tree))
 
     def _masks(
         self, start_B: torch.Tensor, ancestors_NN: torch.Tensor, depths_N: torch.Tensor, extent: int

@@ -84,7 +84,9 @@ class TreeCache(Cache):
             )
             for kind in kinds
         ]
-        layers = [_Layer(self, kinds.index(shape), shapes[:number].count(shape)) for number, shape in enumerate(shapes)]
+        layers: list[Any] = [
+            _Layer(self, kinds.index(shape), shapes[:number].count(shape)) for number, shape in enumerate(shapes)
+        ]
         super().__init__(layers=layers)
 
     def place(self, first_row: int, start_B: torch.Tensor, *, end: int) -> None:

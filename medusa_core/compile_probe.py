@@ -32,7 +32,7 @@ def compiles(model: PreTrainedModel, *, pack: bool) -> str | None:
     verdict = cache_directory() / f"probe-{_key(model, pack)}.json"
     if verdict.exists():
         found: dict[str, Any] = json.loads(verdict.read_text())
-        return found["why_not"]
+        return None if found["why_not"] is None else str(found["why_not"])
     _log.info("compiling the decode step of %s, once for this machine", type(model).__name__)
     why_not = _try(model, pack=pack)
     verdict.parent.mkdir(parents=True, exist_ok=True)

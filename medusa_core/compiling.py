@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.experimental import _config as shape_config
 
 from medusa_core.cache import TreeCache
@@ -47,7 +48,7 @@ class CompiledSteps:
         self._mark_dynamic(kind, cache, tokens_BN, positions_BN, mask)
         graph = _compile(self._run, tokens_BN.device)
         # Sizes that happen to be equal in the example are not the same size.
-        with shape_config.patch(use_duck_shape=False):
+        with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             graph(cache, tokens_BN, positions_BN, mask)
         self._graphs[kind] = graph
         self.seconds += time.perf_counter() - begin
@@ -96,8 +97,10 @@ def can_compile(device: torch.device) -> str | None:
 def cache_directory() -> Path:
     """Where compiled steps are kept between processes: TORCHINDUCTOR_CACHE_DIR, or a directory of the user's own."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return Path(chosen) if chosen else home / "medusa" / "compiled"
+    # torch names its own default, which lies in /tmp, in this very variable.
+    if chosen and chosen != default_cache_dir():
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "medusa" / "compiled"
 
 
 def _compile(run: Step, device: torch.device) -> Step:

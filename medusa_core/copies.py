@@ -45,12 +45,9 @@ class CopiesCache:
 class CopyingBackbone:
     """The model behind an engine, unchanged."""
 
-    pads_rows = False
-    steps = None
-
     def __init__(self, model: PreTrainedModel, cache_argument: str, context_length: int) -> None:
         self.model = model
-        self.context_length = context_length
+        self._context_length = context_length
         self.tap = HiddenTap(model)
         self._cache_argument = cache_argument
 
@@ -58,6 +55,18 @@ class CopyingBackbone:
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device
+
+    @property
+    def steps(self) -> None:
+        """Nothing is compiled."""
+
+    @property
+    def pads_rows(self) -> bool:
+        return False
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
 
     def open(self, *, rows: int, slots: int) -> CopiesCache:
         """A cache for `rows` rows."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from medusa_core.heads import MedusaHeads
+from medusa_core.heads import MedusaHeads, ResidualBlocks
 from medusa_core.ops import packed_linear
 from medusa_core.packing import can_pack, reordered
 
@@ -54,7 +54,8 @@ class _PackedHeads:
                     block.bias[head].detach(),
                     None if block.weight_out is None else reordered(block.weight_out[head]),
                 )
-                for block in heads.blocks
+                for block in heads.blocks.children()
+                if isinstance(block, ResidualBlocks)
             ]
             for head in range(heads.num_heads)
         ]

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from medusa_core.attention import use_tree_attention
-from medusa_core.backbone import Backbone, cache_argument, check_tree_support, context_length
+from medusa_core.backbone import Backbone, Verifier, cache_argument, check_tree_support, context_length
 from medusa_core.checkpoint import load_heads
 from medusa_core.compile_probe import compiles
 from medusa_core.compiling import can_compile
@@ -70,7 +70,7 @@ class MedusaEngine:
         self.tokenizer = tokenizer
         self.seconds = StepSeconds()
         self.drafter = None if heads is None else Drafter(heads, pack=pack)
-        self.backbone = _backbone(model, pack=pack, compile=compile)
+        self.backbone: Verifier = _backbone(model, pack=pack, compile=compile)
 
     @classmethod
     def from_pretrained(
@@ -90,7 +90,8 @@ class MedusaEngine:
         where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         if not Path(backbone).is_dir():
             raise InputError(f"there is no model directory {str(backbone)!r}")
-        model: Any = AutoModelForCausalLM.from_pretrained(str(backbone), dtype=dtype, **where).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(backbone), dtype=dtype, **where)
+        model = model.to(torch.device(device))
         loaded = None if heads is None else load_heads(Path(heads), model, backbone=Path(backbone))
         has_tokenizer = (Path(backbone) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(str(backbone), **where) if has_tokenizer else None
@@ -113,6 +114,11 @@ class MedusaEngine:
     def compiled(self) -> bool:
         """Whether steps are compiled."""
         return self.backbone.steps is not None and self.backbone.steps.enabled
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling, or loading compiled steps, has taken so far."""
+        return 0.0 if self.backbone.steps is None else self.backbone.steps.seconds
 
     def close(self) -> None:
         """Detaches the engine from the model."""
@@ -193,7 +199,7 @@ class MedusaEngine:
         tree.check(num_heads=self.heads.num_heads, max_rank=len(self.heads.vocab_map_C))
 
 
-def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode) -> Backbone | CopyingBackbone:
+def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode) -> Verifier:
     """The model behind tree attention, or behind copies of its own cache where that can't be."""
     if compile not in ("auto", "on", "off"):
         raise InputError(f"compile is {compile!r}; it is 'auto', 'on' or 'off'")

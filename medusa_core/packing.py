@@ -51,8 +51,9 @@ class FirstOfGroup(nn.Module):
         self.parts: tuple[torch.Tensor, ...] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own, *self.parts = packed_linear(x, self.packed, self.packed_bias).split(self.sizes, -1)
-        self.read = x
+        own: torch.Tensor
+        own, *parts = packed_linear(x, self.packed, self.packed_bias).split(self.sizes, -1)
+        self.read, self.parts = x, tuple(parts)
         return own
 
 
@@ -63,15 +64,15 @@ class LaterOfGroup(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Not a submodule: the first layer has its own place in the model.
-        object.__setattr__(self, "first", first)
+        # In a tuple, so that it is no submodule of this one: it has a place of its own in the model.
+        self._group = (first,)
         self.place, self.last = place, last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first: FirstOfGroup = self.first
+        first = self._group[0]
         if first.read is not x:
             return F.linear(x, self.weight, self.bias)
-        own = first.parts[self.place]
+        own: torch.Tensor = first.parts[self.place]
         if self.last:
             # Nothing may outlive the forward, neither memory nor, in a compiled one, an extra output of the graph.
             first.read, first.parts = None, ()

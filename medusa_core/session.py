@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import LogitsProcessorList
@@ -343,7 +343,7 @@ class DecodingSession:
                 epsilon=params.epsilon,
                 delta=params.delta,
             )
-        target = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        target: dict[str, Any] = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
         if draft is not None:
             probs_1NV = acceptance.target_probabilities(logits_1NV[0], **target)[None]
             uniforms = row.draws(tree.nodes + 1, device)

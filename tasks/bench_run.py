@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from tasks.tree import pick_entry, read_portfolio
 
 TIE_GAP = 1e-4
 REFERENCE, PLAIN, MEDUSA, COMPILED, CHAMPION = "transformers", "plain", "medusa", "transformers-compiled", "champion"
+LOOKUP = "transformers-lookup"
 _REFERENCE_BATCH = 8
 
 
 def run_benchmark(spec: dict[str, Any]) -> dict[str, Any]:
     """Measurements: `rows` (one per contestant, prompt and turn), `workers` (load and warm-up seconds, peak memory),
-    `lossless`, `divergence_gaps` (logit gaps where timed answers part) and `copy_gbps`."""
+    `lossless`, `divergences` (where timed answers part, with the logit gap there) and `copy_gbps`."""
     config = spec["config"]
     prompts = [BenchPrompt.from_json(value) for value in spec["prompts"]]
     tokenizer = load_tokenizer(Path(spec["model"]))
@@ -40,12 +41,12 @@ def run_benchmark(spec: dict[str, Any]) -> dict[str, Any]:
     finally:
         for worker in workers:
             worker.close()
-    lossless, gaps = _lossless(spec, chat, prompts, divergences(rows, contexts))
+    lossless, parted = _lossless(spec, chat, prompts, divergences(rows, contexts))
     return {
         "rows": rows,
         "workers": {worker.contestant.name: worker.loaded for worker in workers},
         "lossless": lossless,
-        "divergence_gaps": gaps,
+        "divergences": parted,
         "copy_gbps": copy_bandwidth(),
     }
 
@@ -78,6 +79,7 @@ def _contestants(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchProm
         threads=spec["threads"],
         slots=-(-slots // 128) * 128,
         backbone_digest=spec["backbone"]["digest"],
+        compile=spec["compile"],
     )
     listed = [base, replace(base, name=PLAIN, kind=PLAIN)]
     listed.append(_with_tree(base, MEDUSA, spec["heads"], spec["portfolio"]))
@@ -85,6 +87,8 @@ def _contestants(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchProm
         listed.append(_with_tree(base, CHAMPION, spec["champion"]["heads"], spec["champion"]["portfolio"]))
     if config["compiled"]:
         listed.append(replace(base, name=COMPILED, kind=COMPILED))
+    if config["lookup"]:
+        listed.append(replace(base, name=LOOKUP, kind=LOOKUP))
     return listed
 
 
@@ -125,16 +129,27 @@ def _timed(
     return rows, contexts
 
 
-def divergences(
-    rows: list[dict[str, Any]], contexts: dict[tuple[str, int], list[int]]
-) -> list[tuple[list[int], list[int]]]:
-    """Where the reference's and this engine's timed answers part: (ids so far, the two tokens, or one and an end)."""
+@dataclass(frozen=True)
+class Divergence:
+    """Where the reference's and this engine's timed answers to one prompt part: the ids so far, and the two tokens
+    that follow (one, if an answer just ends there)."""
+
+    prompt_id: str
+    turn: int
+    position: int
+    before: list[int]
+    both: list[int]
+
+
+def divergences(rows: list[dict[str, Any]], contexts: dict[tuple[str, int], list[int]]) -> list[Divergence]:
+    """First differences of timed answers, at most one per prompt and turn."""
     answers = {(row["engine"], row["prompt_id"], row["turn"]): row["tokens"] for row in rows}
     parted = []
     for (prompt, turn), ids in contexts.items():
         left, right = answers[REFERENCE, prompt, turn], answers[MEDUSA, prompt, turn]
         if (place := first_difference(left, right)) is not None:
-            parted.append((ids + left[:place], left[place : place + 1] + right[place : place + 1]))
+            both = left[place : place + 1] + right[place : place + 1]
+            parted.append(Divergence(prompt, turn, place, ids + left[:place], both))
     return parted
 
 
@@ -157,8 +172,8 @@ def _row(name: str, prompt: BenchPrompt, turn: int, ids: list[int], answer: Answ
 
 
 def _lossless(
-    spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt], parted: list[tuple[list[int], list[int]]]
-) -> tuple[dict[str, Any], list[float]]:
+    spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchPrompt], parted: list[Divergence]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Greedy in float32: transformers' generate against this engine with the tree, token by token.
 
     Not timed, so both run at once, on half of the threads each. At the first difference the two tokens' logits are
@@ -167,7 +182,7 @@ def _lossless(
     """
     config = spec["config"]
     threads = max(1, spec["threads"] // 2)
-    base = replace(_contestants(spec, chat, prompts)[0], dtype="float32", threads=threads)
+    base = replace(_contestants(spec, chat, prompts)[0], dtype="float32", threads=threads, compile="off")
     pair = [base, _with_tree(base, MEDUSA, spec["heads"], spec["portfolio"])]
     ids = [chat.first(prompt.turns[0]) for prompt in prompts[: config["lossless_prompts"]]]
     # Left-padded batches of similar length keep the reference cheap; it is still transformers' own greedy decoding.
@@ -199,7 +214,11 @@ def _lossless(
             worst = max(worst, gap)
             ties += gap < TIE_GAP
             mismatched += gap >= TIE_GAP
-        gaps = [_gap(workers[0], before, both) for before, both in parted]
+        gaps = [
+            {"prompt_id": d.prompt_id, "turn": d.turn, "position": d.position}
+            | {"gap": _finite(_gap(workers[0], d.before, d.both))}
+            for d in parted
+        ]
     finally:
         for worker in workers:
             worker.close()
@@ -209,8 +228,13 @@ def _lossless(
         "tokens": sum(len(tokens) for tokens in found.values()),
         "mismatched_prompts": mismatched,
         "ties": ties,
-        "worst_gap": None if worst == float("inf") else worst,
+        "worst_gap": _finite(worst),
     }, gaps
+
+
+def _finite(gap: float) -> float | None:
+    """JSON has no infinity: None where one of the answers just ended."""
+    return None if gap == float("inf") else gap
 
 
 def _gap(worker: Worker, before: list[int], both: list[int]) -> float:

@@ -18,14 +18,16 @@ from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingC
 
 from infra.fresh_process import FreshProcess
 from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
-from medusa_core.checkpoint import load_heads
-from medusa_core.engine import MedusaEngine
-from medusa_core.session import SamplingParams, StepSeconds
+from medusa_core.engine import CompileMode
+from medusa_core.sampling import SamplingParams
+from medusa_core.session import StepSeconds
 from medusa_core.tree import Tree
 from tasks.backbone import load_model
+from tasks.engine import load_engine
 from tasks.stage import dtype_of
 
-KINDS = ("transformers", "transformers-compiled", "plain", "medusa")
+KINDS = ("transformers", "transformers-compiled", "transformers-lookup", "plain", "medusa")
+_LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Contestant:
     heads: str | None = None
     backbone_digest: str | None = None
     choices: tuple[tuple[int, ...], ...] = ()
+    compile: CompileMode = "off"
 
 
 @dataclass
@@ -106,6 +109,7 @@ class _Runner:
         self.contestant = contestant
         self.baseline = resident_mb()
         self._run: Callable[[Sequence[Sequence[int]], int], list[Answer]]
+        self.facts: dict[str, float] = {"compile_s": 0.0}
 
     def load(self) -> dict[str, float]:
         """Loads and warms up; seconds of both."""
@@ -116,7 +120,7 @@ class _Runner:
         # Twice over two lengths: the first call compiles, the second shows whether another length compiles again.
         for length in (9, 17):
             self._run([list(range(5, 5 + length))], 8)
-        return {"load_s": loaded - start, "warmup_s": time.perf_counter() - loaded}
+        return {"load_s": loaded - start, "warmup_s": time.perf_counter() - loaded, **self.facts}
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         return self._run(prompts, max_new_tokens)
@@ -134,11 +138,23 @@ class _Runner:
 
     def _engine(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
         c = self.contestant
-        model = load_model(Path(c.model), dtype_of(c.dtype), c.device)
-        heads = None
-        if c.kind == "medusa" and c.choices:
-            heads = load_heads(Path(str(c.heads)), model, backbone_digest=c.backbone_digest)
-        engine = MedusaEngine(model, heads, Tree.from_choices(c.choices), eos_token_ids=c.eos_token_ids, pack=True)
+        engine = load_engine(
+            Path(c.model),
+            dtype=dtype_of(c.dtype),
+            device=c.device,
+            compile=c.compile,
+            eos_token_ids=c.eos_token_ids,
+            heads=Path(str(c.heads)) if c.kind == "medusa" and c.choices else None,
+            backbone_digest=c.backbone_digest,
+            tree=Tree.from_choices(c.choices),
+        )
+
+        engine.warm_up()
+        modules = [engine.model] if engine.heads is None else [engine.model, engine.heads]
+        self.facts = {
+            "compile_s": engine.compile_seconds,
+            "weight_bytes": float(sum(weight_bytes(module) for module in modules)),
+        }
 
         def run(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
             engine.seconds = StepSeconds()
@@ -152,8 +168,11 @@ class _Runner:
     def _transformers(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
         c = self.contestant
         model = load_model(Path(c.model), dtype_of(c.dtype), c.device)
+        self.facts["weight_bytes"] = float(weight_bytes(model))
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": list(c.eos_token_ids)}
         options["pad_token_id"] = c.eos_token_ids[0]
+        if c.kind == "transformers-lookup":
+            options["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
         if c.kind == "transformers-compiled":
             # transformers compiles only the decode step, and on a CPU only when told to.
             compile_config = CompileConfig(fullgraph=False, dynamic=False)
@@ -190,6 +209,11 @@ class _Runner:
             return [Answer(tokens, seconds, ttft, len(tokens) - 1) for tokens in answers]
 
         return run
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of a module's parameters, tied ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def _cut(tokens: list[int], eos: Sequence[int]) -> list[int]:

@@ -19,11 +19,12 @@ from tasks.backbone import backbone_identity, backbone_info, model_dir
 from tasks.bench_prompts import BenchPrompt, from_prompts
 from tasks.bench_report import build_report
 from tasks.bench_run import run_benchmark
+from tasks.engine import EngineConfig
 from tasks.prompts import read_split
 from tasks.report_html import render_report
 from tasks.stage import Context
 
-KIND, STAGE_VERSION = "benchmark", 1
+KIND, STAGE_VERSION = "benchmark", 2
 REPORT, REPORT_HTML, ROWS = "report.json", "report.html", "rows.parquet"
 
 
@@ -37,6 +38,7 @@ class BenchmarkConfig(BaseModel):
     max_turns: int = Field(1, ge=1)
     prompts: int | None = Field(None, ge=1)
     compiled: bool = Field(True, description="also transformers with a compiled static cache (a minute to compile)")
+    lookup: bool = Field(False, description="also transformers with prompt lookup, 10 tokens")
     dtype: str = "bfloat16"
     lossless_prompts: int = Field(24, ge=1)
     lossless_tokens: int = Field(80, ge=2, description="new tokens per prompt of the float32 comparison")
@@ -45,6 +47,7 @@ class BenchmarkConfig(BaseModel):
 def benchmark(
     context: Context,
     config: BenchmarkConfig,
+    engine: EngineConfig,
     *,
     backbone: Artifact,
     prompts: Artifact,
@@ -54,7 +57,10 @@ def benchmark(
 ) -> Artifact:
     """Benchmarks heads and tree on the benchmark split; `champion` ({version, heads, portfolio}) competes too."""
     placement = context.placement
-    semantic = config.model_dump(mode="json") | {"champion": champion and champion["version"]}
+    semantic = config.model_dump(mode="json") | {
+        "champion": champion and champion["version"],
+        "compile": engine.compile,
+    }
     inputs = {
         "backbone": backbone_identity(backbone),
         "prompts": prompts.digest("benchmark.parquet"),
@@ -69,6 +75,7 @@ def benchmark(
         chosen = from_prompts(read_split(prompts, "benchmark"), max_turns=config.max_turns, limit=config.prompts)
         spec = bench_spec(
             config,
+            engine,
             backbone=backbone,
             heads=heads.path,
             portfolio=tree.path / "portfolio.json",
@@ -89,6 +96,7 @@ def benchmark(
 
 def bench_spec(
     config: BenchmarkConfig,
+    engine: EngineConfig,
     *,
     backbone: Artifact,
     heads: Path,
@@ -102,6 +110,7 @@ def bench_spec(
     info = backbone_info(backbone)
     return {
         "config": config.model_dump(mode="json"),
+        "compile": engine.compile,
         "model": str(model_dir(backbone)),
         "backbone": {"name": info.name, "digest": info.digest, "parameters": info.parameters},
         "eos_token_ids": list(info.eos_token_ids),

@@ -16,14 +16,15 @@ from infra.artifacts import Artifact, artifact_key, write_json
 from infra.fresh_process import FreshProcess
 from infra.machine import machine_facts
 from infra.progress import track
-from medusa_core.checkpoint import load_heads, read_config
+from medusa_core.checkpoint import read_config
 from medusa_core.engine import MedusaEngine
-from medusa_core.session import SamplingParams
+from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, best_first
-from tasks.backbone import backbone_identity, backbone_info, load_model, model_dir
+from tasks.backbone import backbone_identity, backbone_info, model_dir
+from tasks.engine import EngineConfig, load_engine
 from tasks.stage import Context, dtype_of
 
-KIND, STAGE_VERSION = "latency", 2
+KIND, STAGE_VERSION = "latency", 3
 TABLE = "latency.json"
 
 
@@ -41,10 +42,12 @@ class LatencyConfig(BaseModel):
     dtype: str = "bfloat16"
 
 
-def latency(context: Context, config: LatencyConfig, *, backbone: Artifact, heads: Artifact) -> Artifact:
+def latency(
+    context: Context, config: LatencyConfig, engine: EngineConfig, *, backbone: Artifact, heads: Artifact
+) -> Artifact:
     """Times the engine with these heads. Only their shape matters, but their files say it."""
     placement = context.placement
-    semantic = config.model_dump(mode="json")
+    semantic = config.model_dump(mode="json") | {"compile": engine.compile}
     inputs = {"backbone": backbone_identity(backbone), "heads": heads.digest("heads/config.json")}
     machine = machine_facts(device=placement.resolved_device(), threads=placement.thread_count, dtype=config.dtype)
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic, machine=machine)
@@ -84,9 +87,15 @@ class _Timer:
     def measure(self) -> list[dict[str, Any]]:
         """Milliseconds of draft, verify, accept and the whole step for every cell (medians)."""
         spec = self.spec
-        model = load_model(Path(spec["model"]), dtype_of(spec["dtype"]), spec["device"])
-        heads = load_heads(Path(spec["heads"]), model, backbone_digest=spec["backbone_digest"])
-        engine = MedusaEngine(model, heads, eos_token_ids=[], pack=True)
+        engine = load_engine(
+            Path(spec["model"]),
+            dtype=dtype_of(spec["dtype"]),
+            device=spec["device"],
+            compile=spec["compile"],
+            eos_token_ids=[],
+            heads=Path(spec["heads"]),
+            backbone_digest=spec["backbone_digest"],
+        )
         depth = read_config(Path(spec["heads"])).heads.num_heads
         cells = [
             (nodes, batch, context)

@@ -129,7 +129,8 @@ def _lossless(report: Report) -> str:
         sentences.append(
             f"<p>In the timed run {figure(bf16.get('diverged'))} of {figure(bf16.get('prompts'))} answers leave those "
             f"of transformers at some token{within}. A product over many rows rounds differently from one over a "
-            "single row; one step of bfloat16 at this size is about 0.125.</p>"
+            f"single row; {figure(bf16.get('ties'))} of the differences are within this dtype's noise "
+            f"({figure(bf16.get('noise_bound'))}), <b>{figure(bf16.get('failures'))} beyond it</b>.</p>"
         )
     return section("Proof that nothing was lost", "Speed counts only if the answers stay the same.", "".join(sentences))
 

@@ -56,15 +56,15 @@ MUTANTS = (
     ),
     Mutant(
         "packed instead of depth positions",
-        "medusa_core/engine.py",
-        "(lengths_B[:, None] + depths_N)",
-        "(lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=self.device))",
+        "medusa_core/backbone.py",
+        "(start_B[:, None] + layout.depths_N)",
+        "(start_B[:, None] + torch.arange(tree.nodes, device=self.device))",
         (HEADLINE,),
     ),
     Mutant(
         "KV not compacted",
         "medusa_core/session.py",
-        "        self.cache.compact(lengths, accepted.path_BA)\n",
+        "        self.cache.compact(self._length_B[: self.active], accepted.path_BA)\n",
         "",
         (HEADLINE,),
     ),
@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "end-of-text not cut",
         "medusa_core/session.py",
-        "            if generation.finish_reason:\n                break\n",
-        '            if generation.finish_reason == "length":\n                break\n',
+        "hit.finish_reason, hit.stop_reason\n                break\n",
+        'hit.finish_reason, hit.stop_reason\n                if hit.finish_reason == "length":\n                    break\n',
         (f"{ENGINE}::test_end_of_text_inside_an_accepted_path_ends_the_answer",),
     ),
     Mutant(
@@ -105,6 +105,20 @@ MUTANTS = (
             "tests/medusa_core/test_heads.py::test_a_truncated_vocabulary_names_the_right_tokens",
             f"{ENGINE}::test_a_truncated_vocabulary_drafts_real_tokens",
         ),
+    ),
+    Mutant(
+        "a rejected draw that leaves the target as it was",
+        "medusa_core/acceptance.py",
+        "torch.where(rejected_B1, _residual(p_BV, q_BV), p_BV)",
+        "p_BV",
+        ("tests/medusa_core/test_acceptance_exact.py",),
+    ),
+    Mutant(
+        "processors that don't see a node's path",
+        "medusa_core/sampling.py",
+        "torch.cat([context_T.expand(len(below_nd), -1), below_nd], 1)",
+        "context_T.expand(len(below_nd), -1)",
+        ("tests/medusa_core/test_sampling.py",),
     ),
     Mutant(
         "a stage key that ignores its config",

@@ -62,6 +62,7 @@ def toy_config(directory: Path, toy_dir: Path, **changes: Any) -> Path:
             "checkpoint_steps": 20,
         },
         "ranks": {"max_rank": 4},
+        "engine": {"compile": "off"},
         "latency": {"nodes": [1, 2, 4, 8], "contexts": [32], "rounds": 2, "steps": 4, "dtype": "float32"},
         "tree": {"max_nodes": 8},
         "benchmark": {

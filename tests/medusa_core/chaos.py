@@ -29,8 +29,10 @@ def tiny(config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> PreTra
 def enlarged(model: PreTrainedModel, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A freshly initialised model with weights so large that its answers vary."""
     model = model.to(dtype).eval()
+    # Tied to the LM head, a large embedding drowns the layers: every token would be followed by itself.
+    tied = model.get_input_embeddings().weight if model.config.get_text_config().tie_word_embeddings else None
     for parameter in model.parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and parameter is not tied:
             parameter.data *= 8
     return model.requires_grad_(False)
 

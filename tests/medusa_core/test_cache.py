@@ -88,7 +88,7 @@ def test_layers_of_one_shape_share_a_store() -> None:
         [(2, 2, 2, 5, 3), (2, 2, 2, 5, 3)],
         [(1, 2, 1, 5, 4), (1, 2, 1, 5, 2)],
     ]
-    assert len(cache.layers) == 3 and cache.get_max_cache_shape() == 5
+    assert [layer.get_max_length() for layer in cache.layers] == [5, 5, 5]
 
 
 def test_overlapping_source_and_target_slots_are_safe() -> None:

@@ -1,0 +1,89 @@
+"""What the commands of `medusa` share: their options, the two consoles, and how the options become values."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from infra.environment import default_root
+
+# Piped output has no width of its own; tables then take what they need.
+out = Console() if sys.stdout.isatty() else Console(width=120)
+err = Console(stderr=True)
+
+Root = Annotated[
+    Path | None, typer.Option("--root", help="Where everything lies; default $MEDUSA_ROOT or ./medusa-root.")
+]
+Config = Annotated[
+    str | None, typer.Option("--config", help="A YAML file, or the name of a recipe; default smollm2-135m.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key, e.g. `--set train.epochs=2`. Repeatable.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Model = Annotated[
+    str, typer.Option("--model", help="`champion`, `latest`, NAME/VERSION, or a directory that `heads/` lies in.")
+]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this mass.")]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: from all.")]
+Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the answer; may be given several times.")]
+AcceptanceRule = Annotated[
+    str, typer.Option(help="exact, rejection (the same distribution), or typical (not the model's own distribution).")
+]
+CompileOption = Annotated[str, typer.Option("--compile", help="The engine's steps: auto, on or off.")]
+
+
+def sampling_params(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    stop: list[str] | None,
+    acceptance: str,
+) -> Any:
+    """SamplingParams of the options; InputError for a value that makes no sense."""
+    from medusa_core.sampling import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens,
+        temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop or ()),
+        acceptance=acceptance,  # type: ignore[arg-type]  # checked there, with a sentence
+    )
+
+
+def compile_mode(value: str) -> Any:
+    """The value, checked; UserError for another."""
+    from infra.errors import UserError
+
+    if value not in ("auto", "on", "off"):
+        raise UserError(f"--compile {value!r}; it is one of auto, on, off")
+    return value
+
+
+def root_of(root: Path | None) -> Path:
+    """The root that is meant."""
+    return root.absolute() if root else default_root()
+
+
+def log_to_terminal() -> None:
+    """Shows the progress of the packages' loggers on standard error."""
+    handler = RichHandler(console=err, show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S")
+    from flows.run_directory import PACKAGES
+
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
