@@ -93,7 +93,8 @@ MUTANTS = (
         "end-of-text not cut",
         "medusa_core/session.py",
         "hit.finish_reason, hit.stop_reason\n                break\n",
-        'hit.finish_reason, hit.stop_reason\n                if hit.finish_reason == "length":\n                    break\n',
+        "hit.finish_reason, hit.stop_reason\n"
+        '                if hit.finish_reason == "length":\n                    break\n',
         (f"{ENGINE}::test_end_of_text_inside_an_accepted_path_ends_the_answer",),
     ),
     Mutant(

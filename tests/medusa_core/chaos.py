@@ -37,9 +37,9 @@ def enlarged(model: PreTrainedModel, dtype: torch.dtype = torch.float64) -> PreT
     return model.requires_grad_(False)
 
 
-def chaotic_config(**changes: Any) -> LlamaConfig:
+def chaotic_config(kind: type[PreTrainedConfig] = LlamaConfig, **changes: Any) -> PreTrainedConfig:
     """Two layers, grouped queries."""
-    return LlamaConfig(
+    return kind(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 32,

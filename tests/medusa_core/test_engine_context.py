@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from medusa_core import backbone as backbone_module
 from medusa_core import session as session_module
 from medusa_core.backbone import Backbone, context_length
+from medusa_core.cache import TreeCache
 from medusa_core.copies import CopyingBackbone
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
@@ -25,8 +26,12 @@ from tests.medusa_core.chaos import VOCAB, chaotic_config, chaotic_llama, greedy
 
 BUDGET = 40
 HEADS = 5
-# Pool of prompts: 1 to 20 tokens.
+# The prompts have 1 to 20 tokens.
 LENGTHS = [*range(1, 21)]
+OPT = hf.OPTConfig(
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32,
+    max_position_embeddings=32, eos_token_id=None,
+)  # fmt: skip
 BUSHY = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0, 1]])
 
 
@@ -123,8 +128,7 @@ def test_greedy_is_plain_greedy_where_every_token_depends_on_the_context(
 def test_greedy_is_plain_greedy_in_float32_with_packed_weights_and_a_window() -> None:
     """Catches a packed layer given another's product, and a window counted in slots of the tree; float32 is what the
     packed products take."""
-    config = hf.MistralConfig(**chaotic_config().to_diff_dict() | {"sliding_window": 6})
-    model = tiny(config, torch.float32)
+    model = tiny(chaotic_config(hf.MistralConfig, sliding_window=6), torch.float32)
     answers = known_answers(model)
     engine = MedusaEngine(model, oracle(model, answers, HEADS), eos_token_ids=[], pack=True)
     assert isinstance(engine.backbone, Backbone)
@@ -162,18 +166,13 @@ LONG = prompts_of([29, 3, 16, 9, 8, 1], seed=5)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 8, 24])
-@pytest.mark.parametrize("name", ["llama", "mistral, window 6", "opt"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "opt"])
 def test_a_long_prompt_in_pieces_is_one_pass(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches logits or hidden states of a row taken from a piece it doesn't end in, positions that begin again, and
     keys of a later piece that don't see the ones before. A piece of several rows is narrower: six share the size."""
-    config = chaotic_config()
-    if name == "mistral, window 6":
-        config = hf.MistralConfig(**config.to_diff_dict() | {"sliding_window": 6})
-    if name == "opt":
-        config = hf.OPTConfig(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48,
-            word_embed_proj_dim=32, max_position_embeddings=64,
-        )  # fmt: skip
+    config = {"llama": chaotic_config(), "mistral": chaotic_config(hf.MistralConfig, sliding_window=6), "opt": OPT}[
+        name
+    ]
     backbone = MedusaEngine(tiny(config)).backbone
     assert isinstance(backbone, Backbone)
     passes: list[tuple[int, ...]] = []
@@ -214,31 +213,26 @@ def test_answers_to_prompts_in_pieces_are_the_same(
     monkeypatch.setattr(backbone_module, "PREFILL_TOKENS", size)
     monkeypatch.setattr(session_module, "PREFILL_TOKENS", size)
     pool = [list(answers)[index] for index in (19, 0, 7, 12, 3, 18)]
-    engine.portfolio = Portfolio.of(BUSHY)
-    generated = engine.generate(pool, [SamplingParams(budget) for budget in (30, 9, 22, 14, 25, 18)], batch=3)
-    for prompt, answer in zip(pool, generated, strict=True):
-        assert answer.tokens == answers[prompt][: len(answer.tokens)]
-        assert len(answer.tokens) == {0: 9, 7: 22, 12: 14, 3: 25, 18: 18, 19: 30}[list(answers).index(prompt)]
-    session = engine.session(rows=6, slots=80)
-    widths = []
+    budgets = [30, 9, 22, 14, 25, 18]
+    groups: list[list[int]] = []
     run = engine.backbone.prefill
-    monkeypatch.setattr(engine.backbone, "prefill", lambda *a: (widths.append([len(p) for p in a[2]]), run(*a))[1])
-    session.add_requests([(prompt, SamplingParams(4)) for prompt in pool])
-    assert sum(widths, []) == [len(prompt) for prompt in pool]
-    assert all(len(group) == 1 or len(group) * max(group) <= size for group in widths)
-    assert (len(widths) < 6) == (size == 40)
+
+    def recorded(cache: TreeCache, first_row: int, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        groups.append([len(prompt) for prompt in prompts])
+        return run(cache, first_row, prompts)
+
+    monkeypatch.setattr(engine.backbone, "prefill", recorded)
+    engine.portfolio = Portfolio.of(BUSHY)
+    generated = engine.generate(pool, [SamplingParams(budget) for budget in budgets], batch=3)
+    assert [answer.tokens for answer in generated] == [
+        answers[prompt][:budget] for prompt, budget in zip(pool, budgets, strict=True)
+    ]
+    assert [length for group in groups for length in group] == [len(prompt) for prompt in pool]
+    assert all(len(group) == 1 or len(group) * max(group) <= size for group in groups)
+    assert (len(groups) < len(pool)) == (size == 40)
 
 
 # The context's end.
-
-
-def context_models(context: int) -> dict[str, PreTrainedModel]:
-    small = chaotic_config(max_position_embeddings=context)
-    opt = hf.OPTConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48,
-        word_embed_proj_dim=32, max_position_embeddings=context,
-    )  # fmt: skip
-    return {"llama": tiny(small), "opt": tiny(opt)}
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
@@ -246,7 +240,8 @@ def test_the_context_limit_ends_answers_exactly(name: str) -> None:
     """Catches positions past the model's last (learned positions have none there), tokens lost short of it, and a row
     at its end that takes the others of its batch along."""
     context = 32
-    model = context_models(context)[name]
+    config = {"llama": chaotic_config(max_position_embeddings=context), "opt": OPT}[name]
+    model = tiny(config)
     assert context_length(model) == context
     prompts = prompts_of([31, 30, 12, 1, 26, 28])
     expected = [greedy(model, prompt, context - len(prompt)) for prompt in prompts]
@@ -264,7 +259,7 @@ def test_the_context_limit_ends_answers_exactly(name: str) -> None:
 @pytest.mark.xfail(reason="nodes past the context's end are run, and refused", raises=InputError, strict=True)
 def test_the_context_limit_ends_answers_through_copies() -> None:
     """Catches a tree that sticks out past the model's last position, which ends the whole batch with an error."""
-    model = context_models(32)["llama"]
+    model = tiny(chaotic_config(max_position_embeddings=32))
     prompt = prompts_of([20])[0]
     expected = greedy(model, prompt, 12)
     engine = MedusaEngine(model, oracle(model, {tuple(prompt): expected + [0] * 8}), BUSHY, eos_token_ids=[])

@@ -9,7 +9,7 @@ import pytest
 
 from infra.errors import UserError
 from tasks.bench_prompts import BenchPrompt, read_mt_bench, stratified
-from tasks.bench_report import ratio
+from tasks.bench_report import _divergence, ratio
 from tasks.bench_run import first_difference
 from tasks.bench_worker import Contestant, start_workers
 
@@ -81,3 +81,13 @@ def test_a_batch_of_the_reference_answers_like_single_prompts(toy_dir: Path) -> 
     finally:
         worker.close()
     assert together == [toys.answer_to(4), toys.answer_to(31), toys.answer_to(2)]
+
+
+def test_differences_beyond_the_noise_are_failures() -> None:
+    """Catches a divergence that is called a tie whatever the gap, and an answer that just ends called one."""
+    found = [{"gap": 0.1}, {"gap": 0.5}, {"gap": 0.6}, {"gap": None}]
+    report = _divergence("bfloat16", [{"engine": "transformers"}] * 9, found)
+    assert (report["prompts"], report["diverged"], report["ties"], report["failures"]) == (9, 4, 2, 2)
+    assert report["max_gap"] == 0.6 and report["first"] == found
+    exact = _divergence("float32", [], [{"gap": 1e-5}, {"gap": 1e-3}])
+    assert (exact["ties"], exact["failures"]) == (1, 1)
