@@ -52,8 +52,8 @@ def _write_cache(
     start_B: torch.Tensor,
 ) -> None:
     batch, nodes = key_BHND.shape[0], key_BHND.shape[2]
-    if start_B.device.type == "cpu" and bool((start_B == start_B[0]).all()):
-        # Rows of one length (always so for a batch of 1) are a slice, several times cheaper than an indexed store.
+    if start_B.device.type == "cpu" and (batch == 1 or bool((start_B == start_B[0]).all())):
+        # Rows of one length are a slice, several times cheaper than an indexed store.
         start = int(start_B[0])
         for store, new in ((keys_LRHSD, key_BHND), (values_LRHSD, value_BHND)):
             store[layer].narrow(0, row, batch).narrow(2, start, nodes).copy_(new)

@@ -101,6 +101,7 @@ def pack_linears(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> int:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and can_pack(module.weight.dtype, module.weight.device)
     }
+    count = len(linears)
     for group in groups:
         if len(group) < 2 or not all(name in linears for name in group):
             continue
@@ -111,7 +112,7 @@ def pack_linears(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> int:
             model.set_submodule(name, LaterOfGroup(first, linear, place, last=place == len(group) - 2))
     for name, linear in linears.items():
         model.set_submodule(name, PackedLinear(linear))
-    return len(linears) + sum(len(group) for group in groups)
+    return count
 
 
 class LinearCalls:

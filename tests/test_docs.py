@@ -27,5 +27,5 @@ def test_the_library_page_runs(
     for block in blocks:
         exec(compile(block, "docs/library.md", "exec"), names)
     printed = capsys.readouterr().out
-    assert "stop" in printed and "Usage(prompt_tokens=2" in printed
+    assert "Usage(prompt_tokens=2, completion_tokens=" in printed and "['w9', 'w9']" in printed
     assert names["fast"].model.dtype == torch.bfloat16  # type: ignore[attr-defined]

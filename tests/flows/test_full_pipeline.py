@@ -130,12 +130,12 @@ def test_bench_decode_reads_a_file_in_mt_bench_format(toy_run: ToyRun, tmp_path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = medusa_here(
         "bench", "decode", "--prompts", file, "--root", root, "--dtype", "float32", "--no-compiled", "--json",
-        "--max-minutes", "0.2",
+        "--max-minutes", "0.2", "--compile", "off",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["schema"] == "medusa.report/1" and report["lossless"]["mismatched_prompts"] == 0
-    assert {run["engine"] for run in report["runs"]} == {"transformers", "plain", "medusa"}
+    assert {run["engine"] for run in report["runs"]} == {"transformers", "plain", "medusa", "transformers-lookup"}
     assert all(run["prompts"] >= 2 for run in report["runs"])
 
 
@@ -143,7 +143,7 @@ def test_calibrate_makes_a_portfolio_without_training(toy_run: ToyRun, tmp_path:
     root, _, _, _ = toy_run
     heads = sorted((root / "artifacts" / "heads").iterdir())
     settings = ["latency.nodes=[1, 2, 4]", "latency.batches=[1, 2]", "latency.contexts=[32]", "latency.rounds=1"]
-    settings += ["tree.max_nodes=4", "latency.dtype=float32"]
+    settings += ["tree.max_nodes=4", "latency.dtype=float32", "engine.compile=off"]
     flags = [part for setting in settings for part in ("--set", setting)]
     output = tmp_path / "portfolio.json"
     done = medusa_here("calibrate", "--root", root, "--output", output, *flags)

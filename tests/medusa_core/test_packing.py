@@ -1,4 +1,4 @@
-"""Packed linear layers against plain ones: which layers are grouped, what they compute, and that nothing else changes."""
+"""Packed linear layers against plain ones: which are grouped, what they compute, and that nothing else changes."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from medusa_core.engine import MedusaEngine
@@ -112,16 +114,16 @@ def test_the_tree_changes_while_a_batch_is_in_flight() -> None:
     """Catches state of one tree that a step with another one reads: cache, root, hidden state, or the room kept free.
     Rows come and go, contexts grow; every answer is the model's own."""
     model = chaotic_llama()
-    prompts = prompts_of([3, 14, 6, 1, 9, 2, 5, 11])
+    prompts = prompts_of([3, 2, 5, 1, 14, 6, 9, 11])
     expected = [greedy(model, prompt, 60) for prompt in prompts]
     heads = oracle(model, {tuple(p): a for p, a in zip(prompts, expected, strict=True)})
     engine = MedusaEngine(model, heads, SWITCHING, eos_token_ids=[])
-    budgets = [56, 20, 31, 40, 12, 26, 8, 45]
+    budgets = [40, 24, 31, 26, 12, 26, 30, 56]
     session = engine.session(rows=4, slots=14 + 56 + SWITCHING.nodes)
     used: list[Tree] = []
     done: list[Progress] = []
     # How many steps to run before each request is added.
-    for prompt, budget, wait in zip(prompts, budgets, [0, 6, 2, 4, 9, 3, 7, 12], strict=True):
+    for prompt, budget, wait in zip(prompts, budgets, [0, 1, 1, 1, 2, 4, 2, 9], strict=True):
         for _ in range(wait):
             used.append(session.tree)
             session.step()
@@ -135,7 +137,7 @@ def test_the_tree_changes_while_a_batch_is_in_flight() -> None:
     assert [item.generation.tokens for item in done] == [e[:b] for e, b in zip(expected, budgets, strict=True)]
     assert beyond_root([item.generation for item in done]) > 20
     assert set(used) == set(SWITCHING.trees), "not every tree was used"
-    assert sum(one != other for one, other in zip(used, used[1:], strict=False)) > 8
+    assert sum(one != other for one, other in itertools.pairwise(used)) > 8
 
 
 def test_the_same_answers_through_generate_whatever_the_portfolio() -> None:
