@@ -15,8 +15,8 @@ from flows.versions import backbone_of, find_version
 
 if TYPE_CHECKING:
     from medusa_core.engine import CompileMode, MedusaEngine
+    from medusa_core.request import Generation
     from medusa_core.sampling import SamplingParams
-    from medusa_core.session import Generation
     from tasks.conversations import ChatFormat
 
 

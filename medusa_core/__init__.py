@@ -3,8 +3,9 @@
 from medusa_core.engine import MedusaEngine
 from medusa_core.heads import HeadsConfig, MedusaHeads
 from medusa_core.portfolio import Portfolio
+from medusa_core.request import Generation, Progress
 from medusa_core.sampling import SamplingParams
-from medusa_core.session import DecodingSession, Generation, Progress
+from medusa_core.session import DecodingSession
 from medusa_core.tree import Tree
 
 __all__ = [

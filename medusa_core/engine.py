@@ -26,8 +26,9 @@ from medusa_core.drafting import Drafter
 from medusa_core.errors import InputError, UnsupportedByTreeAttention
 from medusa_core.heads import MedusaHeads
 from medusa_core.portfolio import Portfolio
+from medusa_core.request import Generation, Progress, StepSeconds
 from medusa_core.sampling import SamplingParams
-from medusa_core.session import DecodingSession, Generation, Progress, StepSeconds
+from medusa_core.session import DecodingSession
 from medusa_core.tree import OFF, Tree
 
 CompileMode = Literal["auto", "on", "off"]
@@ -138,9 +139,10 @@ class MedusaEngine:
         trees = {tree.is_off: tree for tree in self.portfolio.trees}
         for tree in trees.values():
             budget = 2 * (tree.depth + 1) + 1
-            session = self.session(rows=rows, slots=8 + budget + tree.nodes, tree=tree)
-            for _ in range(min(rows, 2)):
-                session.add_request(list(range(8)), SamplingParams(budget))
+            session = self.session(rows=rows, slots=1 + budget + tree.nodes, tree=tree)
+            # End-of-text is kept out, or the answer could be over before a step has run.
+            params = SamplingParams(budget, min_new_tokens=budget)
+            session.add_requests([([0], params)] * min(rows, 2))
             for _ in range(2):
                 session.step()
         self.seconds = StepSeconds()

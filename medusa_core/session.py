@@ -1,7 +1,7 @@
 """A batch in flight: rows of requests that come and go, advanced together by draft, verify, accept, compact, emit.
 
 Knows how the decode step is put together; the backbone's forward is `backbone`'s, what is accepted is decided in
-`acceptance`, what a request does to the target in `sampling`, when it ends in `stopping`.
+`acceptance`, what a request asks for and what is kept of it lies in `request`.
 Legend: B rows, N tree nodes, K heads, V vocabulary, D hidden, A path length.
 """
 
@@ -9,107 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LogitsProcessorList
 
 from medusa_core import acceptance
 from medusa_core.acceptance import Accepted
 from medusa_core.backbone import PREFILL_TOKENS
 from medusa_core.errors import InputError
 from medusa_core.portfolio import Portfolio
-from medusa_core.sampling import SamplingParams, process_nodes, processors_for
-from medusa_core.stopping import StopChecker
+from medusa_core.request import Progress, Row, new_row
+from medusa_core.sampling import SamplingParams, process_nodes
 from medusa_core.tree import OFF, Tree
 
 if TYPE_CHECKING:
     from medusa_core.engine import MedusaEngine
-
-FinishReason = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of one answer: an answer's end-of-text token counts, its drafted tokens that were refused don't."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass
-class Generation:
-    """An answer so far: token ids (end-of-text included), why it ended, and how many forward passes it took.
-
-    `stop_reason` is the token id or the string that ended it; `text` is filled where stop strings were asked for, and
-    ends before them.
-    """
-
-    prompt_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    text: str | None = None
-    steps: int = 0
-    ttft_s: float = 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens emitted per verification; the first token comes from the prompt's own pass and is left out."""
-        return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, len(self.tokens))
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What one call added to one request; `generation` is the request's whole answer so far."""
-
-    request: int
-    tokens: list[int]
-    generation: Generation
-
-
-@dataclass
-class StepSeconds:
-    """Seconds spent in each part of the decode step, summed over steps."""
-
-    draft: float = 0.0
-    verify: float = 0.0
-    accept: float = 0.0
-    steps: int = 0
-
-
-@dataclass
-class _Row:
-    request: int
-    params: SamplingParams
-    prompt: Sequence[int]
-    length: int
-    generation: Generation
-    processors: LogitsProcessorList
-    checker: StopChecker
-    uniforms: torch.Generator
-
-    @property
-    def chooses(self) -> bool:
-        """Whether this row needs more than the argmax of the target."""
-        return self.params.temperature > 0 or len(self.processors) > 0
-
-    @property
-    def drafts_at_random(self) -> bool:
-        return self.params.temperature > 0 and self.params.acceptance == "rejection"
-
-    def draws(self, count: int, device: torch.device) -> torch.Tensor:
-        """Uniforms of this request's own generator, [count] float64: no other row changes them."""
-        return torch.rand(count, generator=self.uniforms, dtype=torch.float64).to(device)
 
 
 class DecodingSession:
@@ -125,7 +39,7 @@ class DecodingSession:
             raise InputError(f"rows is {rows}; a session needs at least 1")
         self.engine = engine
         self.portfolio = portfolio
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
         self.capacity, self.slots = rows, slots
         self.cache = engine.backbone.open(rows=rows, slots=slots)
         device = engine.device
@@ -162,7 +76,10 @@ class DecodingSession:
                 f"{len(requests)} more requests, but {self.free} of {self.capacity} rows are free: "
                 "step until one finishes, or open more rows"
             )
-        queue = [self._new_row(prompt, params) for prompt, params in requests]
+        queue = [
+            new_row(self.engine, prompt, params, slots=self.slots, nodes=self.portfolio.nodes)
+            for prompt, params in requests
+        ]
         progress = []
         while queue:
             count = 1
@@ -204,45 +121,7 @@ class DecodingSession:
                 return
         raise InputError(f"request {request} is not active; active are {[row.request for row in self.rows]}")
 
-    def _new_row(self, prompt: Sequence[int], params: SamplingParams) -> _Row:
-        """A checked request; its budget is cut to the model's context. InputError for what can't be run."""
-        engine = self.engine
-        vocabulary, context = engine.vocab_size, engine.context_length
-        if params.n > 1:
-            raise InputError(f"n is {params.n}; add a request for each sequence, or call the engine's generate")
-        if not prompt:
-            raise InputError("the prompt has no tokens; give at least one, for example the start-of-text token")
-        if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
-            raise InputError(f"the prompt has token {wrong[0]}; the vocabulary's ids are 0 .. {vocabulary - 1}")
-        if len(prompt) >= context:
-            raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {context}: shorten it")
-        room = context - len(prompt)
-        if params.max_new_tokens > room:
-            params = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-        if len(prompt) + params.max_new_tokens + self.portfolio.nodes > self.slots:
-            raise InputError(
-                f"prompt ({len(prompt)}) + max_new_tokens ({params.max_new_tokens}) + tree ({self.portfolio.nodes}) "
-                f"exceed the session's {self.slots} slots"
-            )
-        processors = processors_for(
-            params,
-            prompt_tokens=len(prompt),
-            eos_token_ids=engine.eos,
-            vocab_size=vocabulary,
-            device=engine.device,
-        )
-        return _Row(
-            request=-1,
-            params=params,
-            prompt=prompt,
-            length=len(prompt),
-            generation=Generation(len(prompt)),
-            processors=processors,
-            checker=StopChecker(params, engine.eos, engine.decode if params.stop and engine.tokenizer else None),
-            uniforms=torch.Generator().manual_seed(params.seed),
-        )
-
-    def _prefill(self, added: Sequence[_Row]) -> list[Progress]:
+    def _prefill(self, added: Sequence[Row]) -> list[Progress]:
         """Runs new rows' prompts in one pass and emits their first tokens."""
         start, first, device = time.perf_counter(), self.active, self.engine.device
         logits_BV, hidden_BD = self.engine.backbone.prefill(self.cache, first, [row.prompt for row in added])
@@ -304,7 +183,7 @@ class DecodingSession:
         self,
         tokens_BN: torch.Tensor,
         logits_BNV: torch.Tensor,
-        rows: Sequence[_Row],
+        rows: Sequence[Row],
         tree: Tree,
         drafts: dict[int, torch.Tensor],
     ) -> Accepted:
@@ -323,7 +202,7 @@ class DecodingSession:
         return _stacked([_row_of(greedy, i) if one is None else one for i, one in enumerate(each)])
 
     def _accept_one(
-        self, row: _Row, tokens_1N: torch.Tensor, logits_1NV: torch.Tensor, tree: Tree, draft: torch.Tensor | None
+        self, row: Row, tokens_1N: torch.Tensor, logits_1NV: torch.Tensor, tree: Tree, draft: torch.Tensor | None
     ) -> Accepted:
         params, device = row.params, tokens_1N.device
         layout = tree.on(device)
@@ -371,7 +250,7 @@ class DecodingSession:
             kept.append([*below[: length - 1], root])
         return kept
 
-    def _emit(self, row: _Row, tokens: list[int]) -> Progress:
+    def _emit(self, row: Row, tokens: list[int]) -> Progress:
         """Appends tokens up to what ends the answer: end-of-text, a stop, or the budget, whichever comes first."""
         generation = row.generation
         before = len(generation.tokens)

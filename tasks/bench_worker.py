@@ -19,8 +19,8 @@ from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingC
 from infra.fresh_process import FreshProcess
 from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
 from medusa_core.engine import CompileMode
+from medusa_core.request import StepSeconds
 from medusa_core.sampling import SamplingParams
-from medusa_core.session import StepSeconds
 from medusa_core.tree import Tree
 from tasks.backbone import load_model
 from tasks.engine import load_engine

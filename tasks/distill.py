@@ -22,7 +22,8 @@ from infra.artifacts import Artifact, artifact_key, write_json
 from infra.errors import UserError
 from infra.progress import followed, track
 from medusa_core.engine import MedusaEngine
-from medusa_core.session import Generation, SamplingParams
+from medusa_core.request import Generation
+from medusa_core.sampling import SamplingParams
 from tasks.backbone import backbone_identity, backbone_info, load_model, load_tokenizer, model_dir
 from tasks.conversations import ChatFormat, Conversation, stable_seed
 from tasks.prompts import Prompt, read_split

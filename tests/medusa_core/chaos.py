@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from medusa_core.heads import MedusaHeads
-from medusa_core.session import Generation
+from medusa_core.request import Generation
 from medusa_core.tap import HiddenTap
 
 VOCAB = 40

@@ -16,7 +16,7 @@ from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import HeadsConfig, MedusaHeads
 from medusa_core.portfolio import Portfolio
-from medusa_core.session import SamplingParams
+from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian
 from tests.medusa_core.chaos import VOCAB, beyond_root, enlarged, greedy, oracle, tiny
 

@@ -16,7 +16,7 @@ from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import MedusaHeads
 from medusa_core.losses import head_labels
-from medusa_core.session import SamplingParams
+from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests import toys
 

@@ -17,7 +17,7 @@ from medusa_core.copies import CopiesCache, CopyingBackbone
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.portfolio import Portfolio
-from medusa_core.session import SamplingParams
+from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests.medusa_core.chaos import VOCAB, beyond_root, chaotic_config, chaotic_llama, greedy, oracle, prompts_of, tiny
 

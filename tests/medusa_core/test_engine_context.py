@@ -19,7 +19,7 @@ from medusa_core.cache import TreeCache
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.portfolio import Portfolio
-from medusa_core.session import SamplingParams
+from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests.medusa_core.chaos import VOCAB, chaotic_config, chaotic_llama, greedy, oracle, prompts_of, tiny
 

@@ -22,7 +22,8 @@ from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import MedusaHeads
 from medusa_core.portfolio import Portfolio
-from medusa_core.session import Generation, SamplingParams, Usage
+from medusa_core.request import Generation, Usage
+from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, chain
 from tests import toys
 from tests.medusa_core.chaos import VOCAB, beyond_root, chaotic_llama, greedy, oracle, prompts_of

@@ -9,7 +9,8 @@ import pytest
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.portfolio import PLAIN, Entry, Portfolio
-from medusa_core.session import Progress, SamplingParams
+from medusa_core.request import Progress
+from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests.medusa_core.chaos import beyond_root, chaotic_llama, greedy, oracle, prompts_of
 

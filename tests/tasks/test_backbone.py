@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from infra.artifacts import Artifact, ArtifactStore
 from infra.errors import UserError
 from medusa_core.engine import MedusaEngine
-from medusa_core.session import SamplingParams
+from medusa_core.sampling import SamplingParams
 from tasks import backbone, model_sources
 from tasks.backbone import BackboneConfig, backbone_info, load_model, load_tokenizer, model_dir, resolve_backbone
 from tests.hub import COMMITS, TOKEN, Hub, load_artifact, run_apart, serve
