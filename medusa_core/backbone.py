@@ -9,7 +9,8 @@ Legend: B rows, N nodes, V vocabulary, D hidden, S cache slots.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from medusa_core.attention import masks_for, share_rotary_tables
 from medusa_core.cache import LayerShape, TreeCache
 from medusa_core.compiling import CompiledSteps
-from medusa_core.errors import InputError, UnsupportedByTreeAttention
+from medusa_core.errors import UnsupportedByTreeAttention
 from medusa_core.packing import LinearCalls, pack_linears
 from medusa_core.tap import HiddenTap
 from medusa_core.tree import OFF, Tree, chain
@@ -67,8 +68,10 @@ class Backbone:
         self.model = model
         self._cache_argument = cache_argument(model)
         calls = LinearCalls(model)
-        self.shapes = _layer_shapes(model, self._cache_argument)
-        groups = calls.groups()
+        try:
+            self.shapes = _layer_shapes(model, self._cache_argument)
+        finally:
+            groups = calls.groups()
         if pack:
             pack_linears(model, groups)
         # After packing, which replaces the LM head's module.
@@ -190,36 +193,48 @@ class Backbone:
         return output.logits, self.tap.hidden
 
 
-@torch.inference_mode()
 def check_tree_support(model: PreTrainedModel) -> None:
-    """UnsupportedByTreeAttention unless a small tree, verified in one pass, gives what the model says of each of its
-    paths in a pass of its own: a model that adds position biases or masks of its own would differ silently."""
-    try:
+    """UnsupportedByTreeAttention unless a tree can be verified in one pass of this model."""
+    with _as_unsupported("it can't be run with a cache of keys and values"):
         backbone = Backbone(model, pack=False, compiled=False)
-    except InputError:
-        raise
-    except Exception as error:
-        raise UnsupportedByTreeAttention(f"it can't be run with a cache of keys and values ({error})") from error
     try:
-        prefix, tree = [1, 2, 3], Tree.from_choices([[0], [1], [0, 0], [1, 0]])
-        tokens = [4, 5, 6, 7, 8]
+        check_paths(backbone)
+    finally:
+        backbone.close()
+
+
+@torch.inference_mode()
+def check_paths(backbone: Verifier) -> None:
+    """UnsupportedByTreeAttention unless a small tree, verified, gives what the model says of each of its paths in a
+    pass of its own: a model that adds position biases or masks, or keeps no cache, would differ silently."""
+    model = backbone.model
+    prefix, tree, tokens = [1, 2, 3], Tree.from_choices([[0], [1], [0, 0], [1, 0]]), [4, 5, 6, 7, 8]
+    device = model.device
+    with _as_unsupported("a tree can't be verified"):
         cache = backbone.open(rows=1, slots=len(prefix) + tree.nodes)
         backbone.prefill(cache, 0, [prefix])
-        start_B = torch.tensor([len(prefix)], device=model.device)
-        logits_1NV, _ = backbone.verify(cache, start_B, len(prefix), torch.tensor([tokens], device=model.device), tree)
+        start_B, tokens_1N = torch.tensor([len(prefix)], device=device), torch.tensor([tokens], device=device)
+        logits_1NV, _ = backbone.verify(cache, start_B, len(prefix), tokens_1N, tree)
         for node in range(tree.nodes):
             path = list(dict.fromkeys(tree.paths_ND[node].tolist()))
-            ids = torch.tensor([[*prefix, *(tokens[step] for step in path)]], device=model.device)
+            ids = torch.tensor([[*prefix, *(tokens[step] for step in path)]], device=device)
             alone_V = model(input_ids=ids, use_cache=False).logits[0, -1].double()
             apart = (logits_1NV[0, node].double() - alone_V).norm() / (alone_V - alone_V.mean()).norm().clamp(min=1e-9)
             if not apart < _CHECK_TOLERANCE.get(model.dtype, 0.2):
-                raise UnsupportedByTreeAttention(f"a tree verified in one pass differs from its paths by {apart:.2g}")
+                raise UnsupportedByTreeAttention(
+                    f"a verified tree differs from its paths, by {apart:.2g} of the logits"
+                )
+
+
+@contextmanager
+def _as_unsupported(what: str) -> Iterator[None]:
+    """Turns whatever a model raises into a reason not to decode with it this way."""
+    try:
+        yield
     except UnsupportedByTreeAttention:
         raise
     except Exception as error:
-        raise UnsupportedByTreeAttention(f"a tree can't be verified in one pass ({error})") from error
-    finally:
-        backbone.close()
+        raise UnsupportedByTreeAttention(f"{what} ({type(error).__name__}: {error})") from error
 
 
 def context_length(model: PreTrainedModel) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from medusa_core.errors import InputError
 from medusa_core.tap import HiddenTap
 from medusa_core.tree import Tree
 
@@ -33,9 +32,11 @@ class CopiesCache:
     def compact(self, start_B: torch.Tensor, path_BA: torch.Tensor) -> None:
         """Runs each row's accepted tokens into its own cache. A path's last node is repeated past its length."""
         for row, path in enumerate(path_BA.tolist()):
-            kept = list(dict.fromkeys(path))
+            start = int(start_B[row])
+            # A path that sticks out past the context belongs to an answer that ends here.
+            kept = list(dict.fromkeys(path))[: self.owner.context_length - start]
             tokens = torch.tensor([[self.verified[row][node] for node in kept]], device=self.owner.device)
-            self.owner.run(self.caches[row], tokens, int(start_B[row]))
+            self.owner.run(self.caches[row], tokens, start)
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Lets one row become another."""
@@ -99,9 +100,13 @@ class CopyingBackbone:
         for row, tokens_N in enumerate(tokens_BN):
             copies = copy.deepcopy(cache.caches[row])
             copies.batch_repeat_interleave(len(leaves))
-            logits_PAV, hidden_PAD = self.run(copies, tokens_N[paths_NA[leaves]], int(start_B[row]))
-            logits.append(logits_PAV[path_of, tree.depths_N])
-            hidden.append(hidden_PAD[path_of, tree.depths_N])
+            start = int(start_B[row])
+            # Nodes past the context's end can't be run, and are cut by the budget: what is said of them is no matter.
+            length = min(tree.depth + 1, self._context_length - start)
+            logits_PAV, hidden_PAD = self.run(copies, tokens_N[paths_NA[leaves, :length]], start)
+            depths_N = tree.depths_N.clamp(max=length - 1)
+            logits.append(logits_PAV[path_of, depths_N])
+            hidden.append(hidden_PAD[path_of, depths_N])
         return torch.stack(logits), torch.stack(hidden)
 
     def run(self, cache: DynamicCache, tokens_BT: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +114,7 @@ class CopyingBackbone:
         end = start + tokens_BT.shape[1]
         options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         options["attention_mask"] = torch.ones(len(tokens_BT), end, dtype=torch.int64, device=self.device)
-        if end > self.context_length:
-            raise InputError(f"position {end - 1} lies past the model's context of {self.context_length}")
+        assert end <= self._context_length, "requests and paths are cut to the context"
         output: Any = self.model(input_ids=tokens_BT, **options)
         return output.logits, self.tap.hidden
 

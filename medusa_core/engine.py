@@ -17,7 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from medusa_core.attention import use_tree_attention
-from medusa_core.backbone import Backbone, Verifier, cache_argument, check_tree_support, context_length
+from medusa_core.backbone import (
+    Backbone,
+    Verifier,
+    cache_argument,
+    check_paths,
+    check_tree_support,
+    context_length,
+)
 from medusa_core.checkpoint import load_heads
 from medusa_core.compile_probe import compiles
 from medusa_core.compiling import can_compile
@@ -210,9 +217,17 @@ def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode) -> Ve
         use_tree_attention(model)
         check_tree_support(model)
     except UnsupportedByTreeAttention as reason:
-        _log.warning("%s decodes through copies of its cache, slower: %s", type(model).__name__, reason)
         model.set_attn_implementation(own_attention)
-        return CopyingBackbone(model, cache_argument(model), context_length(model))
+        copies = CopyingBackbone(model, cache_argument(model), context_length(model))
+        try:
+            check_paths(copies)
+        except UnsupportedByTreeAttention as neither:
+            copies.close()
+            raise InputError(
+                f"{type(model).__name__} can't be decoded with. In one pass: {reason}. Through copies: {neither}"
+            ) from neither
+        _log.warning("%s decodes through copies of its cache, slower: %s", type(model).__name__, reason)
+        return copies
     return Backbone(model, pack=pack, compiled=_compiled(model, pack=pack, mode=compile))
 
 
