@@ -238,8 +238,19 @@ def _as_unsupported(what: str) -> Iterator[None]:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Positions the model has been made for; very many where its configuration sets no limit."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    """Positions the engine decodes: those the model has been made for; very many where its configuration sets no limit.
+
+    A "longrope" model rotates everything by other tables once the longest row of a pass is past its original context.
+    Up to there one set of tables serves all rows and trees exactly, so there the engine's context ends.
+    """
+    config = model.config.get_text_config()
+    limit = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        return min(limit, int(original or limit))
+    return limit
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -17,7 +17,7 @@ from medusa_core.errors import InputError
 from medusa_core.heads import HeadsConfig, MedusaHeads
 from medusa_core.portfolio import Portfolio
 from medusa_core.sampling import SamplingParams
-from medusa_core.tree import OFF, Tree, cartesian
+from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests.medusa_core.chaos import VOCAB, beyond_root, enlarged, greedy, oracle, tiny
 
 BUDGET = 24
@@ -168,6 +168,28 @@ def test_a_model_that_attends_in_a_way_of_its_own_decodes_through_copies(name: s
         session.step()
     for prompt, item in zip(PROMPTS[1:], (second, third), strict=True):
         assert item.generation.tokens == greedy(model, prompt, BUDGET)
+
+
+def test_where_positions_depend_on_the_longest_row_the_context_ends() -> None:
+    """Catches rows, or a tree's nodes, rotated by the tables for long contexts (Phi-3.5 and its like) because another
+    row or node of their pass lies past the boundary: answers end there, and longer prompts are refused."""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [6.0] * 4}
+    config = hf.Phi3Config(
+        **LLAMA, original_max_position_embeddings=32, rope_parameters=SCALED | longrope | {
+            "original_max_position_embeddings": 32
+        }
+    )  # fmt: skip
+    model = tiny(config)
+    prompts = [[3, 7, 1], [token % VOCAB for token in range(5, 25)]]
+    expected = [greedy(model, prompt, 32 - len(prompt)) for prompt in prompts]
+    heads = oracle(model, {tuple(prompt): answer for prompt, answer in zip(prompts, expected, strict=True)})
+    engine = MedusaEngine(model, heads, chain(3), eos_token_ids=[])
+    for batch in (1, 2):
+        answers = engine.generate(prompts, SamplingParams(64), batch=batch)
+        assert [answer.tokens for answer in answers] == expected
+        assert {answer.finish_reason for answer in answers} == {"length"}
+    with pytest.raises(InputError, match="the model's context is 32"):
+        engine.generate([list(range(33))], SamplingParams(1))
 
 
 def random_heads(model: PreTrainedModel) -> MedusaHeads:
