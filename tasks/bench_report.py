@@ -15,7 +15,7 @@ from tasks.tree import pick_entry, read_portfolio
 
 SCHEMA = "medusa.report/1"
 # Logits of models in these dtypes are off by this much from one way of computing them to another (docs/performance.md).
-NOISE = {"bfloat16": 0.5, "float16": 0.1}
+NOISE = {"bfloat16": 0.25, "float16": 0.05}
 Row = dict[str, Any]
 
 
