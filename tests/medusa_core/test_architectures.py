@@ -60,7 +60,7 @@ FAST: dict[str, PreTrainedConfig] = {
     "gemma2, softcap and alternating layers": hf.Gemma2Config(**LLAMA, **GEMMA2),
     "gemma3, alternating layers": hf.Gemma3TextConfig(**LLAMA, **GEMMA),
     "phi, LM-head bias": hf.PhiConfig(**LLAMA | {"num_key_value_heads": 4}),
-    "phi3, window 8": hf.Phi3Config(**LLAMA, sliding_window=8),
+    "phi3, a window of fewer tokens than the tree is deep": hf.Phi3Config(**LLAMA, sliding_window=2),
     "gpt-neox": hf.GPTNeoXConfig(**BASE, intermediate_size=48),
     "gpt2, learned positions": hf.GPT2Config(**GPT),
     "opt, learned positions with an offset": hf.OPTConfig(**BASE, ffn_dim=48, word_embed_proj_dim=32),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from medusa_core.backbone import Backbone, cache_argument, context_length
+from medusa_core.backbone import Backbone, Verifier, cache_argument, context_length
 from medusa_core.copies import CopiesCache, CopyingBackbone
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
@@ -68,15 +68,26 @@ def engine(fast: MedusaEngine) -> MedusaEngine:
     return engine
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.fixture(scope="module", params=[None, 3, 2], ids=["full attention", "window 3", "window 2"])
+def both(request: pytest.FixtureRequest) -> list[Verifier]:
+    """The two ways to verify, over models alike; the windows are narrower than the trees are deep."""
+    window = request.param
+    config = chaotic_config() if window is None else chaotic_config(hf.MistralConfig, sliding_window=window)
+    one_pass = MedusaEngine(tiny(config)).backbone
+    assert isinstance(one_pass, Backbone)
+    return [copying(tiny(config)), one_pass]
+
+
+@pytest.mark.parametrize("tree", [*TREES, cartesian([2, 2, 1, 1, 1])])
 @torch.inference_mode()
-def test_a_tree_over_copies_is_a_tree_in_one_pass(engine: MedusaEngine, fast: MedusaEngine, tree: Tree) -> None:
-    """Catches a node read off another path or another depth, and a row verified on another row's cache."""
+def test_a_tree_over_copies_is_a_tree_in_one_pass(both: list[Verifier], tree: Tree) -> None:
+    """Catches a node read off another path or another depth, a row verified on another row's cache, and, in the one
+    pass, anything a node sees that its path doesn't: in a window, tree slots count by depth."""
     tokens = torch.tensor(prompts_of([tree.nodes] * 2, seed=9))
     prompts = PROMPTS[1:3]
     start_B = torch.tensor([len(prompt) for prompt in prompts])
     results = []
-    for backbone in (engine.backbone, fast.backbone):
+    for backbone in both:
         cache: Any = backbone.open(rows=2, slots=20 + tree.nodes)
         results.append([*backbone.prefill(cache, 0, prompts), *backbone.verify(cache, start_B, 7, tokens, tree)])
     for ours, theirs in zip(*results, strict=True):

@@ -127,9 +127,9 @@ def test_greedy_is_plain_greedy_where_every_token_depends_on_the_context(
 
 
 def test_greedy_is_plain_greedy_in_float32_with_packed_weights_and_a_window() -> None:
-    """Catches a packed layer given another's product, and a window counted in slots of the tree; float32 is what the
-    packed products take."""
-    model = tiny(chaotic_config(hf.MistralConfig, sliding_window=6), torch.float32)
+    """Catches a packed layer given another's product, and a window that a tree deeper than it is wide gets around;
+    float32 is what the packed products take."""
+    model = tiny(chaotic_config(hf.MistralConfig, sliding_window=3), torch.float32)
     answers = known_answers(model)
     engine = MedusaEngine(model, oracle(model, answers, HEADS), eos_token_ids=[], pack=True)
     assert isinstance(engine.backbone, Backbone)
