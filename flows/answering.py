@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows.versions import backbone_of, find_version
 
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answering:
-    """An engine with the tokenizer and conversation format of its backbone. `name` says what was loaded."""
+    """An engine and the conversation format of its backbone. `name` says what was loaded."""
 
     name: str
     engine: MedusaEngine
     chat: ChatFormat
-    tokenizer: Any
 
 
 def open_engine(
@@ -43,13 +42,14 @@ def open_engine(
     from tasks.backbone import backbone_info, load_tokenizer, model_dir
     from tasks.conversations import ChatFormat
     from tasks.engine import load_engine
+    from tasks.stage import Placement
 
     info = backbone_info(artifact)
     tokenizer = load_tokenizer(model_dir(artifact))
     engine = load_engine(
         model_dir(artifact),
         dtype=torch.bfloat16,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=Placement().resolved_device(),
         compile=compile,
         eos_token_ids=info.eos_token_ids,
         heads=served.heads,
@@ -57,7 +57,7 @@ def open_engine(
         tree=PLAIN if plain else Portfolio.from_entries(served.entries()["entries"]),
         tokenizer=tokenizer,
     )
-    return Answering(served.reference, engine, ChatFormat(tokenizer, info.eos_token_ids), tokenizer)
+    return Answering(served.reference, engine, ChatFormat(tokenizer, info.eos_token_ids))
 
 
 def show_answer(

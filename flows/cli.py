@@ -29,7 +29,6 @@ from flows.cli_options import (
     Temperature,
     TopK,
     TopP,
-    compile_mode,
     err,
     log_to_terminal,
     out,
@@ -142,7 +141,7 @@ def chat(
     from flows.chat import converse
 
     params = sampling_params(max_new_tokens, temperature, top_p, top_k, seed, stop, acceptance)
-    converse(params, model=model, root=root_of(root), plain=plain, compile=compile_mode(compiling), console=out)
+    converse(params, model=model, root=root_of(root), plain=plain, compile=compiling, console=out)
 
 
 @bench.command("decode")
@@ -165,22 +164,22 @@ def bench_decode(
     """Compare engines on a prompt file, interleaved in one run, and prove in float32 that no token changed."""
     from flows.bench import decode
     from flows.summary import print_report
+    from infra.errors import UserError
+    from tasks.benchmark import BenchmarkConfig
 
-    log_to_terminal()
-    report = decode(
-        prompts,
-        model=model,
-        root=root_of(root),
+    if max_minutes <= 0:
+        raise UserError(f"--max-minutes is {max_minutes}; give a positive number")
+    config = BenchmarkConfig(
         max_minutes=max_minutes,
         max_new_tokens=max_new_tokens,
-        turns=turns,
+        max_turns=turns,
         dtype=dtype,
         compiled=compiled,
         lookup=lookup,
-        compile=compile_mode(compiling),
         lossless_prompts=lossless_prompts,
-        threads=threads,
     )
+    log_to_terminal()
+    report = decode(prompts, config, model=model, root=root_of(root), compile=compiling, threads=threads)
     if html:
         from tasks.report_html import render_report
 

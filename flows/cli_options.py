@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -35,9 +35,12 @@ TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens of thi
 TopK = Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: from all.")]
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the answer; may be given several times.")]
 AcceptanceRule = Annotated[
-    str, typer.Option(help="exact, rejection (the same distribution), or typical (not the model's own distribution).")
+    Literal["exact", "rejection", "typical"],
+    typer.Option(help="rejection draws from the same distribution as exact; typical does not."),
 ]
-CompileOption = Annotated[str, typer.Option("--compile", help="The engine's steps: auto, on or off.")]
+CompileOption = Annotated[
+    Literal["auto", "on", "off"], typer.Option("--compile", help="Whether to compile the engine's steps.")
+]
 
 
 def sampling_params(
@@ -47,7 +50,7 @@ def sampling_params(
     top_k: int,
     seed: int,
     stop: list[str] | None,
-    acceptance: str,
+    acceptance: Literal["exact", "rejection", "typical"],
 ) -> Any:
     """SamplingParams of the options; InputError for a value that makes no sense."""
     from medusa_core.sampling import SamplingParams
@@ -59,17 +62,8 @@ def sampling_params(
         top_k=top_k,
         seed=seed,
         stop=tuple(stop or ()),
-        acceptance=acceptance,  # type: ignore[arg-type]  # checked there, with a sentence
+        acceptance=acceptance,
     )
-
-
-def compile_mode(value: str) -> Any:
-    """The value, checked; UserError for another."""
-    from infra.errors import UserError
-
-    if value not in ("auto", "on", "off"):
-        raise UserError(f"--compile {value!r}; it is one of auto, on, off")
-    return value
 
 
 def root_of(root: Path | None) -> Path:

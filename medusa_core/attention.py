@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -64,17 +65,16 @@ def use_tree_attention(model: PreTrainedModel) -> None:
         raise UnsupportedByTreeAttention("it does not go through transformers' attention interface")
 
 
-def share_rotary_tables(model: PreTrainedModel) -> None:
-    """Makes a compiled step compute its cosines and sines once, not once in every layer that reads them."""
+def share_rotary_tables(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Makes a compiled step compute its cosines and sines once, not once in every layer that reads them; the hooks."""
 
     def stored(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() and isinstance(output, tuple):
             return tuple(materialize(table) for table in output)
         return output
 
-    for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            module.register_forward_hook(stored)
+    rotary = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    return [module.register_forward_hook(stored) for module in rotary]
 
 
 def visibility(

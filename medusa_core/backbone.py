@@ -9,7 +9,7 @@ Legend: B rows, N nodes, V vocabulary, D hidden, S cache slots.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -44,13 +44,10 @@ class Verifier(Protocol):
     """What a session asks of a backbone: `Backbone`, or `copies.CopyingBackbone`."""
 
     model: PreTrainedModel
+    device: torch.device
+    context_length: int
+    steps: CompiledSteps | None
 
-    @property
-    def steps(self) -> CompiledSteps | None: ...
-    @property
-    def pads_rows(self) -> bool: ...
-    @property
-    def context_length(self) -> int: ...
     def open(self, *, rows: int, slots: int) -> StepCache: ...
     def prefill(
         self, cache: Any, first_row: int, prompts: Sequence[Sequence[int]]
@@ -64,8 +61,17 @@ class Verifier(Protocol):
 class Backbone:
     """The model behind an engine. `use_tree_attention` was applied; a model keeps generating on its own as before."""
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool, compiled: bool) -> None:
+    steps: CompiledSteps | None
+
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool, may_compile: Callable[[bool], bool] | None = None
+    ) -> None:
+        """`may_compile` is asked once for caches of one row (True) and once for others, before a step is compiled for
+        them; without it nothing is."""
         self.model = model
+        self.device: torch.device = model.device
+        self.context_length = context_length(model)
+        self._config = model.config.get_text_config()
         self._cache_argument = cache_argument(model)
         calls = LinearCalls(model)
         try:
@@ -76,26 +82,8 @@ class Backbone:
             pack_linears(model, groups)
         # After packing, which replaces the LM head's module.
         self.tap = HiddenTap(model)
-        share_rotary_tables(model)
-        self._steps = CompiledSteps(self._run, enabled=compiled)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
-
-    @property
-    def context_length(self) -> int:
-        return context_length(self.model)
-
-    @property
-    def steps(self) -> CompiledSteps:
-        return self._steps
-
-    @property
-    def pads_rows(self) -> bool:
-        """Whether a step should cover two rows even where one is active: a compiled step of one row is another one."""
-        return self._steps.enabled
+        self._rotary_hooks = share_rotary_tables(model)
+        self.steps = None if may_compile is None else CompiledSteps(self._run, may_compile)
 
     def open(self, *, rows: int, slots: int) -> TreeCache:
         """A cache for `rows` rows of `slots` tokens, tree included."""
@@ -139,13 +127,23 @@ class Backbone:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over the nodes of rows 0 .. B-1 after their prefixes, the longest of which has `longest` tokens:
         logits [B, N, V] and hidden states [B, N, D]."""
-        if self._steps.lacks(rows=cache.rows, nodes=tree.nodes):
-            self._compile(one_row=cache.rows == 1, one_node=tree.nodes == 1)
-        return self._steps(cache, *self._placed(cache, start_B, longest, tokens_BN, tree))
+        rows = len(tokens_BN)
+        if self.steps is None:
+            return self._run(cache, *self._placed(cache, start_B, longest, tokens_BN, tree))
+        if self.steps.lacks(rows=cache.rows, nodes=tree.nodes):
+            self._compile(self.steps, one_row=cache.rows == 1, one_node=tree.nodes == 1)
+        if rows == 1 < cache.rows:
+            # A graph for several rows is none for one: a row that is not in use, or no longer, keeps this one company.
+            tokens_BN = torch.cat([tokens_BN, tokens_BN.new_zeros(1, tree.nodes)])
+            start_B = torch.cat([start_B, start_B.new_zeros(1)])
+        logits_BNV, hidden_BND = self.steps(cache, *self._placed(cache, start_B, longest, tokens_BN, tree))
+        return logits_BNV[:rows], hidden_BND[:rows]
 
     def close(self) -> None:
         """Detaches from the model."""
         self.tap.close()
+        for hook in self._rotary_hooks:
+            hook.remove()
 
     def _placed(
         self, cache: TreeCache, start_B: torch.Tensor, longest: int, tokens_BN: torch.Tensor, tree: Tree
@@ -160,19 +158,18 @@ class Backbone:
         extent = min(-(-end // step) * step, cache.slots)
         return tokens_BN, positions_BN, self._masks(start_B, layout.ancestors_NN, layout.depths_N, extent)
 
-    def _compile(self, *, one_row: bool, one_node: bool) -> None:
+    def _compile(self, steps: CompiledSteps, *, one_row: bool, one_node: bool) -> None:
         """Compiles a kind of step on an example of its own, the same in every process."""
         rows, tree = 1 if one_row else 2, OFF if one_node else chain(15)
         cache = self.open(rows=rows, slots=512)
         tokens_BN = torch.zeros(rows, tree.nodes, dtype=torch.int64, device=self.device)
         start_B = torch.full((rows,), 100, device=self.device)
-        self._steps.prepare(cache, *self._placed(cache, start_B, 100, tokens_BN, tree))
+        steps.prepare(cache, *self._placed(cache, start_B, 100, tokens_BN, tree))
 
     def _masks(
         self, start_B: torch.Tensor, ancestors_NN: torch.Tensor, depths_N: torch.Tensor, extent: int
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        config = self.model.config.get_text_config()
-        return masks_for(config, start_B, ancestors_NN, depths_N, slots=extent, dtype=self.model.dtype)
+        return masks_for(self._config, start_B, ancestors_NN, depths_N, slots=extent, dtype=self.model.dtype)
 
     def _run(
         self,
@@ -196,7 +193,7 @@ class Backbone:
 def check_tree_support(model: PreTrainedModel) -> None:
     """UnsupportedByTreeAttention unless a tree can be verified in one pass of this model."""
     with _as_unsupported("it can't be run with a cache of keys and values"):
-        backbone = Backbone(model, pack=False, compiled=False)
+        backbone = Backbone(model, pack=False)
     try:
         check_paths(backbone)
     finally:
@@ -205,25 +202,48 @@ def check_tree_support(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def check_paths(backbone: Verifier) -> None:
-    """UnsupportedByTreeAttention unless a small tree, verified, gives what the model says of each of its paths in a
-    pass of its own: a model that adds position biases or masks, or keeps no cache, would differ silently."""
+    """UnsupportedByTreeAttention unless a small tree, verified after two prefixes of different lengths, gives what the
+    model says of each of its paths in a pass of its own: a model that adds position biases or masks, or keeps no
+    cache, would differ silently."""
     model = backbone.model
-    prefix, tree, tokens = [1, 2, 3], Tree.from_choices([[0], [1], [0, 0], [1, 0]]), [4, 5, 6, 7, 8]
-    device = model.device
-    with _as_unsupported("a tree can't be verified"):
-        cache = backbone.open(rows=1, slots=len(prefix) + tree.nodes)
-        backbone.prefill(cache, 0, [prefix])
-        start_B, tokens_1N = torch.tensor([len(prefix)], device=device), torch.tensor([tokens], device=device)
-        logits_1NV, _ = backbone.verify(cache, start_B, len(prefix), tokens_1N, tree)
-        for node in range(tree.nodes):
-            path = list(dict.fromkeys(tree.paths_ND[node].tolist()))
-            ids = torch.tensor([[*prefix, *(tokens[step] for step in path)]], device=device)
-            alone_V = model(input_ids=ids, use_cache=False).logits[0, -1].double()
-            apart = (logits_1NV[0, node].double() - alone_V).norm() / (alone_V - alone_V.mean()).norm().clamp(min=1e-9)
-            if not apart < _CHECK_TOLERANCE.get(model.dtype, 0.2):
-                raise UnsupportedByTreeAttention(
-                    f"a verified tree differs from its paths, by {apart:.2g} of the logits"
-                )
+    tree, tokens = Tree.from_choices([[0], [1], [0, 0], [1, 0]]), [4, 5, 6, 7, 8]
+    prefixes = [[1, 2, 3], [4, 5]]
+    leaves = [node for node in range(tree.nodes) if node not in tree.parents]
+    with _as_unsupported("a tree can't be verified"), _narrow_window(model):
+        lengths = [len(prefix) for prefix in prefixes]
+        cache = backbone.open(rows=2, slots=max(lengths) + tree.nodes + 3)
+        backbone.prefill(cache, 0, prefixes)
+        start_B, tokens_BN = (torch.tensor(each, device=backbone.device) for each in (lengths, [tokens] * 2))
+        logits_BNV, _ = backbone.verify(cache, start_B, max(lengths), tokens_BN, tree)
+        for row, prefix in enumerate(prefixes):
+            paths = [tree.paths_ND[leaf].tolist() for leaf in leaves]
+            ids = [[*prefix, *(tokens[node] for node in path)] for path in paths]
+            alone = model(input_ids=torch.tensor(ids, device=backbone.device), use_cache=False).logits
+            for leaf, path in enumerate(paths):
+                _compare(logits_BNV[row, path].double(), alone[leaf, len(prefix) :].double(), model.dtype)
+
+
+def _compare(found_TV: torch.Tensor, expected_TV: torch.Tensor, dtype: torch.dtype) -> None:
+    """UnsupportedByTreeAttention where two sets of logits differ by more than rounding."""
+    spread_T = (expected_TV - expected_TV.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
+    apart = float(((found_TV - expected_TV).norm(dim=-1) / spread_T).max())
+    if not apart < _CHECK_TOLERANCE.get(dtype, 0.2):
+        raise UnsupportedByTreeAttention(f"a verified tree differs from its paths, by {apart:.2g} of the logits")
+
+
+@contextmanager
+def _narrow_window(model: PreTrainedModel) -> Iterator[None]:
+    """Narrows a sliding window until the few tokens of a check reach past it: a model may name one it doesn't use."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        yield
+        return
+    config.sliding_window = min(window, 2)
+    try:
+        yield
+    finally:
+        config.sliding_window = window
 
 
 @contextmanager

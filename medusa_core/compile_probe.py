@@ -1,8 +1,8 @@
 """Whether a compiled step of a model can be trusted not to take the process down: tried first in one of its own.
 
-A compiler can abort the process that calls it. The subprocess builds the same model with weights of zero, compiles and
-runs its steps, and leaves the compiled artefacts in the cache that the caller then reads. What came of it is remembered
-beside them, so that a model is tried once per machine and version of torch.
+A compiler can abort the process that calls it. The subprocess builds a freshly initialised model of the same class and
+configuration, compiles and runs its steps, and leaves the compiled artefacts in the cache that the caller then reads.
+What came of it is remembered beside them, so that a kind of step is tried once per model, machine and version of torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _LIMIT_S = 1800
 _log = logging.getLogger(__name__)
 
 
-def compiles(model: PreTrainedModel, *, pack: bool) -> str | None:
-    """None if a subprocess compiled and ran this model's steps, else why not, in a sentence."""
-    verdict = cache_directory() / f"probe-{_key(model, pack)}.json"
+def compiles(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
+    """None if a subprocess compiled and ran this model's steps, for caches of one row or of several, else why not, in
+    a sentence."""
+    verdict = cache_directory() / f"probe-{_key(model, pack=pack, one_row=one_row)}.json"
     if verdict.exists():
         found: dict[str, Any] = json.loads(verdict.read_text())
         return None if found["why_not"] is None else str(found["why_not"])
-    _log.info("compiling the decode step of %s, once for this machine", type(model).__name__)
-    why_not = _try(model, pack=pack)
+    _log.info("compiling the decode step of %s for %s, once for this machine", type(model).__name__, _rows(one_row))
+    why_not = _try(model, pack=pack, one_row=one_row)
     verdict.parent.mkdir(parents=True, exist_ok=True)
     partial = verdict.with_suffix(".partial")
     partial.write_text(json.dumps({"why_not": why_not}))
@@ -42,7 +43,11 @@ def compiles(model: PreTrainedModel, *, pack: bool) -> str | None:
     return why_not
 
 
-def _try(model: PreTrainedModel, *, pack: bool) -> str | None:
+def _rows(one_row: bool) -> str:
+    return "one row" if one_row else "several rows"
+
+
+def _try(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
     with tempfile.TemporaryDirectory() as scratch:
         spec = Path(scratch) / "model.pickle"
         try:
@@ -54,6 +59,7 @@ def _try(model: PreTrainedModel, *, pack: bool) -> str | None:
                     "device": str(model.device),
                     "threads": torch.get_num_threads(),
                     "pack": pack,
+                    "rows": 1 if one_row else 2,
                 }
             )
         except (pickle.PicklingError, AttributeError) as error:
@@ -68,10 +74,10 @@ def _try(model: PreTrainedModel, *, pack: bool) -> str | None:
         return None
     last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     ended = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"failed: {last}"
-    return f"compiling was tried in a subprocess, which {ended}"
+    return f"compiling for {_rows(one_row)} was tried in a subprocess, which {ended}"
 
 
-def _key(model: PreTrainedModel, pack: bool) -> str:
+def _key(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str:
     """Digest of all that the compiled code depends on, the processor included."""
     parts = [
         torch.__version__,
@@ -83,6 +89,7 @@ def _key(model: PreTrainedModel, pack: bool) -> str:
         torch.cuda.get_device_name() if model.device.type == "cuda" else torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         str(pack),
+        _rows(one_row),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -100,15 +107,16 @@ def _main(path: str) -> None:
     model = spec["class"]._from_config(spec["config"], dtype=spec["dtype"]).to(spec["device"]).eval()
     with torch.inference_mode():
         use_tree_attention(model)
-        backbone = Backbone(model, pack=spec["pack"], compiled=True)
-        cache = backbone.open(rows=1, slots=512)
-        backbone.prefill(cache, 0, [[1, 2, 3]])
-        start_B = torch.tensor([3], device=model.device)
+        backbone = Backbone(model, pack=spec["pack"], may_compile=lambda one_row: True)
+        rows = spec["rows"]
+        cache = backbone.open(rows=rows, slots=512)
+        backbone.prefill(cache, 0, [[1, 2, 3]] * rows)
+        start_B = torch.full((rows,), 3, device=model.device)
         for tree in (OFF, chain(3)):
             for _ in range(2):
-                tokens = torch.zeros(1, tree.nodes, dtype=torch.int64, device=model.device)
+                tokens = torch.zeros(rows, tree.nodes, dtype=torch.int64, device=model.device)
                 logits, _ = backbone.verify(cache, start_B, 3, tokens, tree)
-                assert logits.shape[:2] == (1, tree.nodes)
+                assert logits.shape[:2] == (rows, tree.nodes)
 
 
 if __name__ == "__main__":

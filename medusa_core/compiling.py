@@ -25,17 +25,18 @@ Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
 class CompiledSteps:
-    """Runs a step compiled (`enabled`) or as it is. `seconds` is what compiling has taken in this process."""
+    """Runs a step compiled, or as it is for caches that `may_compile` (one row: True, several: False) says no to.
+    `seconds` is what compiling has taken in this process."""
 
-    def __init__(self, run: Step, *, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, run: Step, may_compile: Callable[[bool], bool]) -> None:
         self.seconds = 0.0
         self._run = run
+        self._may_compile = may_compile
         self._graphs: dict[tuple[bool, bool], Step] = {}
 
     def lacks(self, *, rows: int, nodes: int) -> bool:
-        """Whether a step of this kind is still to be compiled."""
-        return self.enabled and (rows == 1, nodes == 1) not in self._graphs
+        """Whether a step of this kind is still to be prepared."""
+        return (rows == 1, nodes == 1) not in self._graphs
 
     def prepare(self, cache: TreeCache, tokens_BN: torch.Tensor, positions_BN: torch.Tensor, mask: Mask) -> None:
         """Compiles, or loads from the cache of compiled steps, the graph for steps of this kind.
@@ -43,8 +44,11 @@ class CompiledSteps:
         Examples should be the same in every process: sizes that may change are still part of what is cached.
         """
         begin = time.perf_counter()
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory())
         kind = (cache.rows == 1, tokens_BN.shape[1] == 1)
+        if not self._may_compile(cache.rows == 1):
+            self._graphs[kind] = self._run
+            return
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory())
         self._mark_dynamic(kind, cache, tokens_BN, positions_BN, mask)
         graph = _compile(self._run, tokens_BN.device)
         # Sizes that happen to be equal in the example are not the same size.
@@ -56,9 +60,8 @@ class CompiledSteps:
     def __call__(
         self, cache: TreeCache, tokens_BN: torch.Tensor, positions_BN: torch.Tensor, mask: Mask
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step, by the graph of its kind where steps are compiled."""
-        step = self._graphs[cache.rows == 1, tokens_BN.shape[1] == 1] if self.enabled else self._run
-        return step(cache, tokens_BN, positions_BN, mask)
+        """One step, by the graph of its kind."""
+        return self._graphs[cache.rows == 1, tokens_BN.shape[1] == 1](cache, tokens_BN, positions_BN, mask)
 
     def _mark_dynamic(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from medusa_core.compiling import CompiledSteps
 from medusa_core.tap import HiddenTap
 from medusa_core.tree import Tree
 
@@ -48,26 +49,11 @@ class CopyingBackbone:
 
     def __init__(self, model: PreTrainedModel, cache_argument: str, context_length: int) -> None:
         self.model = model
-        self._context_length = context_length
+        self.device: torch.device = model.device
+        self.context_length = context_length
+        self.steps: CompiledSteps | None = None
         self.tap = HiddenTap(model)
         self._cache_argument = cache_argument
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
-
-    @property
-    def steps(self) -> None:
-        """Nothing is compiled."""
-
-    @property
-    def pads_rows(self) -> bool:
-        return False
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
 
     def open(self, *, rows: int, slots: int) -> CopiesCache:
         """A cache for `rows` rows."""
@@ -102,7 +88,7 @@ class CopyingBackbone:
             copies.batch_repeat_interleave(len(leaves))
             start = int(start_B[row])
             # Nodes past the context's end can't be run, and are cut by the budget: what is said of them is no matter.
-            length = min(tree.depth + 1, self._context_length - start)
+            length = min(tree.depth + 1, self.context_length - start)
             logits_PAV, hidden_PAD = self.run(copies, tokens_N[paths_NA[leaves, :length]], start)
             depths_N = tree.depths_N.clamp(max=length - 1)
             logits.append(logits_PAV[path_of, depths_N])
@@ -114,7 +100,7 @@ class CopyingBackbone:
         end = start + tokens_BT.shape[1]
         options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         options["attention_mask"] = torch.ones(len(tokens_BT), end, dtype=torch.int64, device=self.device)
-        assert end <= self._context_length, "requests and paths are cut to the context"
+        assert end <= self.context_length, "requests and paths are cut to the context"
         output: Any = self.model(input_ids=tokens_BT, **options)
         return output.logits, self.tap.hidden
 

@@ -7,6 +7,9 @@ Legend: B rows, K heads, D hidden, C head vocabulary, W ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch.nn import functional as F
 
@@ -26,21 +29,21 @@ class Drafter:
     @torch.inference_mode()
     def top_tokens(self, hidden_BD: torch.Tensor, *, num_heads: int, width: int) -> torch.Tensor:
         """The `width` likeliest backbone token ids of the first num_heads heads, [B, K', W], best first."""
-        if self._packed is None:
-            return self.heads.top_tokens(hidden_BD, num_heads=num_heads, width=width)
-        top_KBW = self._packed.logits(hidden_BD, num_heads).topk(width, dim=-1).indices
-        return self.heads.vocab_map_C[top_KBW].transpose(0, 1)
+        return self.heads.ranked(self._logits(hidden_BD, num_heads), width)
 
     @torch.inference_mode()
     def probabilities(self, hidden_BD: torch.Tensor, *, num_heads: int, temperature: float) -> torch.Tensor:
         """Each head's distribution over the backbone's vocabulary at a temperature, fp32 [B, K', V]."""
-        logits_KBC = (
-            self.heads(hidden_BD, num_heads) if self._packed is None else self._packed.logits(hidden_BD, num_heads)
-        )
+        logits_KBC = self._logits(hidden_BD, num_heads)
         probs_BKC = (logits_KBC.float() / temperature).softmax(-1).transpose(0, 1)
         spread = probs_BKC.new_zeros(*probs_BKC.shape[:2], self.heads.vocab_size)
         spread[..., self.heads.vocab_map_C] = probs_BKC
         return spread
+
+    def _logits(self, hidden_BD: torch.Tensor, num_heads: int) -> torch.Tensor:
+        compute = self.heads if self._packed is None else self._packed.logits
+        logits_KBC: torch.Tensor = compute(hidden_BD, num_heads)
+        return logits_KBC
 
 
 class _PackedHeads:
@@ -54,8 +57,7 @@ class _PackedHeads:
                     block.bias[head].detach(),
                     None if block.weight_out is None else reordered(block.weight_out[head]),
                 )
-                for block in heads.blocks.children()
-                if isinstance(block, ResidualBlocks)
+                for block in cast(Iterable[ResidualBlocks], heads.blocks)
             ]
             for head in range(heads.num_heads)
         ]

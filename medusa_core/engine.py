@@ -6,9 +6,10 @@ Of text it knows only the tokenizer it may be given, for stop strings.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -107,8 +108,7 @@ class MedusaEngine:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        return self.backbone.device
 
     @property
     def context_length(self) -> int:
@@ -121,7 +121,7 @@ class MedusaEngine:
     @property
     def compiled(self) -> bool:
         """Whether steps are compiled."""
-        return self.backbone.steps is not None and self.backbone.steps.enabled
+        return self.backbone.steps is not None
 
     @property
     def compile_seconds(self) -> float:
@@ -191,7 +191,7 @@ class MedusaEngine:
     def slots_for(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> int:
         """Cache slots that hold each of these requests: prompt + budget + tree, never the model's maximum."""
         longest = max(len(p) + s.max_new_tokens for p, s in zip(prompts, params, strict=True))
-        return min(longest, max(self.context_length, 1)) + self.portfolio.nodes
+        return min(longest, self.context_length) + self.portfolio.nodes
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, special tokens left out; InputError without a tokenizer."""
@@ -228,21 +228,27 @@ def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode) -> Ve
             ) from neither
         _log.warning("%s decodes through copies of its cache, slower: %s", type(model).__name__, reason)
         return copies
-    return Backbone(model, pack=pack, compiled=_compiled(model, pack=pack, mode=compile))
+    return Backbone(model, pack=pack, may_compile=_permission(model, pack=pack, mode=compile))
 
 
-def _compiled(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> bool:
+def _permission(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> Callable[[bool], bool] | None:
+    """Says for caches of one row (True) or several whether their steps may be compiled; None if none may."""
     if mode == "off":
-        return False
+        return None
     why_not = can_compile(model.device)
     if mode == "on":
         if why_not:
             raise InputError(f"compile is 'on', but {why_not}")
-        return True
-    why_not = why_not or compiles(model, pack=pack)
-    if why_not:
-        _log.warning("steps run uncompiled: %s", why_not)
-    return why_not is None
+        return lambda one_row: True
+
+    @functools.cache
+    def survived(one_row: bool) -> bool:
+        reason = why_not or compiles(model, pack=pack, one_row=one_row)
+        if reason:
+            _log.warning("steps run uncompiled: %s", reason)
+        return reason is None
+
+    return survived if survived(True) else None
 
 
 def _eos_of(model: PreTrainedModel) -> list[int]:

@@ -142,7 +142,11 @@ class MedusaHeads(nn.Module):
 
     def top_tokens(self, hidden_BD: torch.Tensor, *, num_heads: int, width: int) -> torch.Tensor:
         """The `width` likeliest backbone token ids of the first num_heads heads, [B, K', width], best first."""
-        top_KBW = self(hidden_BD, num_heads).topk(width, dim=-1).indices
+        return self.ranked(self(hidden_BD, num_heads), width)
+
+    def ranked(self, logits_KBC: torch.Tensor, width: int) -> torch.Tensor:
+        """The backbone token ids of each head's `width` highest logits, [B, K, width], best first."""
+        top_KBW = logits_KBC.topk(width, dim=-1).indices
         return self.vocab_map_C[top_KBW].transpose(0, 1)
 
     def losses(self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

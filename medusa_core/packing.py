@@ -7,7 +7,7 @@ nothing of models beyond their nn.Linear modules and the order in which one forw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -126,7 +126,7 @@ class LinearCalls:
             if type(module) is nn.Linear
         ]
 
-    def _recorder(self, name: str):  # type: ignore[no-untyped-def]
+    def _recorder(self, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def record(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             self._calls.append((name, args[0]))
 

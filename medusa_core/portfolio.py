@@ -5,7 +5,7 @@ The entries are cells of one machine's latency table (see `tasks/tree.py`); "off
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,12 @@ class Portfolio:
     def pick(self, batch: int, context: int) -> Tree:
         """The tree of the entry nearest to a batch, and among those to a context; nearest as a ratio, since both are
         measured at powers. Ties go to the entry named first."""
-        return min(self.entries, key=lambda e: (_apart(e.batch, batch), _apart(e.context, context))).tree
+        return self.entries[nearest([(e.batch, e.context) for e in self.entries], batch, context)].tree
+
+
+def nearest(cells: Sequence[tuple[int, int]], batch: int, context: int) -> int:
+    """Index of the measured (batch, context) nearest to one that is asked for, as `Portfolio.pick` says."""
+    return min(range(len(cells)), key=lambda i: (_apart(cells[i][0], batch), _apart(cells[i][1], context)))
 
 
 def _apart(left: int, right: int) -> float:

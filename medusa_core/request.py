@@ -107,9 +107,13 @@ class Row:
         return torch.rand(count, generator=self.uniforms, dtype=torch.float64).to(device)
 
 
-def new_row(engine: MedusaEngine, prompt: Sequence[int], params: SamplingParams, *, slots: int, nodes: int) -> Row:
-    """A checked request for a session of so many slots a row and trees of up to so many nodes. Its budget is cut to
-    the model's context; InputError for what can't be run."""
+def new_row(
+    engine: MedusaEngine, request: int, prompt: Sequence[int], params: SamplingParams, *, slots: int, nodes: int
+) -> Row:
+    """A checked request, of that number, for a session of so many slots a row and trees of up to so many nodes.
+
+    Its budget is cut to the model's context; InputError for what can't be run.
+    """
     vocabulary, context = engine.vocab_size, engine.context_length
     if params.n > 1:
         raise InputError(f"n is {params.n}; add a request for each sequence, or call the engine's generate")
@@ -135,7 +139,7 @@ def new_row(engine: MedusaEngine, prompt: Sequence[int], params: SamplingParams,
         device=engine.device,
     )
     return Row(
-        request=-1,
+        request=request,
         params=params,
         prompt=prompt,
         length=len(prompt),

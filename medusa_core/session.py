@@ -77,9 +77,10 @@ class DecodingSession:
                 "step until one finishes, or open more rows"
             )
         queue = [
-            new_row(self.engine, prompt, params, slots=self.slots, nodes=self.portfolio.nodes)
-            for prompt, params in requests
+            new_row(self.engine, number, prompt, params, slots=self.slots, nodes=self.portfolio.nodes)
+            for number, (prompt, params) in enumerate(requests, self._next_request)
         ]
+        self._next_request += len(queue)
         progress = []
         while queue:
             count = 1
@@ -125,9 +126,6 @@ class DecodingSession:
         """Runs new rows' prompts in one pass and emits their first tokens."""
         start, first, device = time.perf_counter(), self.active, self.engine.device
         logits_BV, hidden_BD = self.engine.backbone.prefill(self.cache, first, [row.prompt for row in added])
-        for row in added:
-            row.request = self._next_request
-            self._next_request += 1
         self.rows += added
         # The prompt's last token is a tree of one node: what follows it is chosen as everywhere else.
         last_B1 = torch.tensor([[row.prompt[-1]] for row in added], device=device)
@@ -169,15 +167,8 @@ class DecodingSession:
 
     def _verify(self, tokens_BN: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         """The backbone's logits [B, N, V] and hidden states [B, N, D] of every node."""
-        active = self.active
-        batch = max(active, min(2, self.capacity)) if self.engine.backbone.pads_rows else active
-        if batch > active:
-            tokens_BN = torch.cat([tokens_BN, tokens_BN.new_zeros(batch - active, tree.nodes)])
         longest = max(row.length for row in self.rows)
-        logits_BNV, hidden_BND = self.engine.backbone.verify(
-            self.cache, self._length_B[:batch], longest, tokens_BN, tree
-        )
-        return logits_BNV[:active], hidden_BND[:active]
+        return self.engine.backbone.verify(self.cache, self._length_B[: self.active], longest, tokens_BN, tree)
 
     def _accept(
         self,
@@ -188,18 +179,17 @@ class DecodingSession:
         drafts: dict[int, torch.Tensor],
     ) -> Accepted:
         """The path each row keeps: all greedy rows at once, then the others one by one."""
-        each = [
-            self._accept_one(row, tokens_BN[i : i + 1], logits_BNV[i : i + 1], tree, drafts.get(i))
-            if row.chooses
-            else None
-            for i, row in enumerate(rows)
-        ]
-        if all(one is not None for one in each):
-            return _stacked([one for one in each if one is not None])
+        choosing: dict[int, Accepted] = {}
+        for index, row in enumerate(rows):
+            if row.chooses:
+                one = slice(index, index + 1)
+                choosing[index] = self._accept_one(row, tokens_BN[one], logits_BNV[one], tree, drafts.get(index))
+        if len(choosing) == len(rows):
+            return _stacked(list(choosing.values()))
         greedy = acceptance.accept_longest(tokens_BN, acceptance.choose_greedy(logits_BNV), tree.on(tokens_BN.device))
-        if not any(row.chooses for row in rows):
+        if not choosing:
             return greedy
-        return _stacked([_row_of(greedy, i) if one is None else one for i, one in enumerate(each)])
+        return _stacked([choosing.get(index) or _row_of(greedy, index) for index in range(len(rows))])
 
     def _accept_one(
         self, row: Row, tokens_1N: torch.Tensor, logits_1NV: torch.Tensor, tree: Tree, draft: torch.Tensor | None

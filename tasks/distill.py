@@ -29,7 +29,7 @@ from tasks.conversations import ChatFormat, Conversation, stable_seed
 from tasks.prompts import Prompt, read_split
 from tasks.stage import Context, dtype_of, write_table
 
-KIND, STAGE_VERSION = "distill", 2
+KIND, STAGE_VERSION = "distill", 3
 log = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(

@@ -210,6 +210,8 @@ def _loss(report: Mapping[str, Any]) -> str | None:
         return f"{mismatched:g} prompts were answered differently from plain decoding"
     if tokens <= 0:
         return "no token was compared with plain decoding"
+    if beyond := _number(_part(report, "bf16_divergence").get("failures")):
+        return f"{beyond:g} timed answers leave transformers' by more than rounding explains"
     return None
 
 

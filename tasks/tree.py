@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.artifacts import Artifact, artifact_key, write_json
 from infra.errors import UserError
 from medusa_core.calibration import JointStatistics, RankTable, walk
+from medusa_core.portfolio import nearest
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tasks.latency import TABLE as LATENCY_TABLE
 from tasks.ranks import TABLE as RANKS_TABLE
@@ -110,13 +111,10 @@ def read_portfolio(path: Path) -> dict[str, Any]:
     return portfolio
 
 
-def pick_entry(portfolio: Mapping[str, Any], *, batch: int = 1, context: int | None = None) -> dict[str, Any]:
-    """The entry measured nearest to a batch and context."""
-
-    def distance(entry: Mapping[str, Any]) -> tuple[int, int]:
-        return abs(entry["batch"] - batch), abs(entry["context"] - context) if context else 0
-
-    return dict(min(portfolio["entries"], key=distance))
+def pick_entry(portfolio: Mapping[str, Any], *, batch: int = 1, context: int = 1) -> dict[str, Any]:
+    """The entry that the engine would use for a batch and context."""
+    entries = portfolio["entries"]
+    return dict(entries[nearest([(entry["batch"], entry["context"]) for entry in entries], batch, context)])
 
 
 def _candidates(config: TreeConfig, choose: RankTable) -> list[Tree]:

@@ -124,14 +124,11 @@ class OracleHeads:
         """What a Drafter reads the dtype of; no tensor of these can be packed."""
         yield self.hidden_XD.double()
 
-    def top_tokens(self, hidden_BD: torch.Tensor, *, num_heads: int, width: int) -> torch.Tensor:
-        """As MedusaHeads.top_tokens."""
-        nearest = torch.cdist(hidden_BD, self.hidden_XD).argmin(-1)
-        return self.drafts_XKV[nearest][:, :num_heads, :width]
+    ranked = MedusaHeads.ranked
 
     def __call__(self, hidden_BD: torch.Tensor, num_heads: int) -> torch.Tensor:
         """As MedusaHeads.forward: logits [K', B, C] that fall with the rank."""
-        drafts_BKV = self.top_tokens(hidden_BD, num_heads=num_heads, width=VOCAB)
+        drafts_BKV = self.drafts_XKV[torch.cdist(hidden_BD, self.hidden_XD).argmin(-1)][:, :num_heads]
         logits_BKV = torch.zeros(drafts_BKV.shape, dtype=hidden_BD.dtype)
         falling_V = -0.7 * torch.arange(VOCAB, dtype=hidden_BD.dtype)
         return logits_BKV.scatter(-1, drafts_BKV, falling_V.expand(drafts_BKV.shape)).transpose(0, 1)

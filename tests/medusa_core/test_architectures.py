@@ -226,6 +226,7 @@ REFUSED: dict[str, Any] = {
     "mamba": lambda: tiny(hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)),
     "falcon-h1": lambda: tiny(hf.FalconH1Config(**LLAMA, **FALCON_H1)),
     "jamba": lambda: tiny(hf.JambaConfig(**LLAMA, **JAMBA)),
+    "llama that names a window": lambda: tiny(hf.LlamaConfig(**LLAMA, sliding_window=16)),
 }
 
 
@@ -237,6 +238,8 @@ REFUSED: dict[str, Any] = {
         ("mamba", "MambaForCausalLM keeps a recurrent state"),
         ("falcon-h1", "FalconH1ForCausalLM keeps a recurrent state"),
         ("jamba", "JambaForCausalLM keeps a recurrent state"),
+        # Its attention ignores the window, which only shows once tokens lie past it (Moshi is such a model).
+        ("llama that names a window", "a verified tree differs from its paths"),
     ],
 )
 def test_an_unsuitable_model_is_refused_with_the_reason(name: str, reason: str) -> None:

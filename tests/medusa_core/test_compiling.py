@@ -139,7 +139,27 @@ def test_a_compiler_that_aborts_takes_down_the_probe_and_not_the_engine(
     """Catches a probe in the same process, and one that is made again by every process that follows."""
     model: Any = AbortingModel()
     model.config = Namespace(vocab_size=VOCAB)
-    why_not = compile_probe.compiles(model, pack=False)
+    why_not = compile_probe.compiles(model, pack=False, one_row=True)
     assert why_not is not None and "ended by signal 6" in why_not
     monkeypatch.setattr(compile_probe, "_try", lambda *a, **k: pytest.fail("probed twice"))
-    assert compile_probe.compiles(model, pack=False) == why_not
+    assert compile_probe.compiles(model, pack=False, one_row=True) == why_not
+
+
+def test_where_only_one_row_compiles_several_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches steps of a kind that no subprocess has tried compiled all the same, and a kind that is tried twice."""
+    asked: list[bool] = []
+
+    def verdict(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
+        asked.append(one_row)
+        return None if one_row else "it aborts"
+
+    monkeypatch.setattr("medusa_core.engine.compiles", verdict)
+    model = chaotic_llama()
+    answers = {tuple(prompt): greedy(model, prompt, 12) for prompt in prompts_of([3, 9])}
+    decoder = MedusaEngine(model, oracle(model, answers), TREES[2], compile="auto", eos_token_ids=[])
+    assert decoder.compiled and asked == [True]
+    for tree in (TREES[2], OFF):
+        decoder.portfolio = Portfolio.of(tree)
+        generated = decoder.generate([list(prompt) for prompt in answers], SamplingParams(12), batch=2)
+        assert [answer.tokens for answer in generated] == list(answers.values())
+    assert decoder.compile_seconds == 0 and asked == [True, False]

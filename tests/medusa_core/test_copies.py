@@ -205,6 +205,16 @@ def test_a_model_that_fell_back_is_left_without_recorders() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_closed_engine_leaves_no_hook_in_the_model() -> None:
+    """Catches a model that slows down, or keeps tensors alive, with every engine that was made of it."""
+    model = chaotic_llama()
+    for _ in range(2):
+        engine = MedusaEngine(model)
+        assert isinstance(engine.backbone, Backbone)
+        engine.close()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize(
     "config", [NO_DECODER, LINEAR_ATTENTION, NO_CACHE], ids=["attends both ways", "layers of other kinds", "no cache"]
 )

@@ -26,6 +26,8 @@ def against(value: Any, low: Any, high: Any, version: str = "m/3") -> dict[str, 
     ("report", "champion", "promoted", "says"),
     [
         ({"lossless": LOSSLESS}, None, True, "no champion"),
+        ({"lossless": LOSSLESS, "bf16_divergence": {"failures": 0}}, None, True, "no champion"),
+        ({"lossless": LOSSLESS, "bf16_divergence": {"failures": 1}}, None, False, "1 timed answers leave"),
         ({"lossless": LOSSLESS}, "m/3", False, "not measured against the champion m/3"),
         ({"lossless": {"mismatched_prompts": 2, "tokens": 1900}}, None, False, "2 prompts were answered differently"),
         ({"lossless": {"mismatched_prompts": 0, "tokens": 0}}, None, False, "no token was compared"),
