@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from medusa_core.errors import UnsupportedByTreeAttention
-from medusa_core.ops import masked_attention, materialize, recording_gradients, tree_attention
+from medusa_core.ops import capped_attention, masked_attention, materialize, recording_gradients, tree_attention
 
 NAME = "medusa_tree"
 
@@ -44,8 +44,11 @@ def tree_attention_forward(
     if mask is None:
         nodes, slots = query.shape[2], key.shape[2]
         mask = torch.ones(1, 1, nodes, slots, dtype=torch.bool, device=query.device).tril(slots - nodes)
-    attend = masked_attention if recording_gradients(query, key, value) else tree_attention
-    return attend(query, key, value, mask, scaling, softcap), None
+    if recording_gradients(query, key, value):
+        return masked_attention(query, key, value, mask, scaling, softcap), None
+    if softcap is None:
+        return tree_attention(query, key, value, mask, scaling), None
+    return capped_attention(query, key, value, mask, scaling, softcap), None
 
 
 def register_tree_attention() -> None:

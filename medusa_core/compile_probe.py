@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from medusa_core.compiling import cache_directory
+from medusa_core.compiling import cache_directory, use_compiled_operators
 
 _LIMIT_S = 1800
 _log = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ def _main(path: str) -> None:
     # The configuration that was pickled names it already.
     register_tree_attention()
     model = spec["class"]._from_config(spec["config"], dtype=spec["dtype"]).to(spec["device"]).eval()
+    use_compiled_operators(model.device)
     with torch.inference_mode():
         use_tree_attention(model)
         backbone = Backbone(model, pack=spec["pack"], may_compile=lambda one_row: True)

@@ -6,6 +6,7 @@ for several; and two more where a cache has more than one row. Knows nothing of 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -18,10 +19,12 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.experimental import _config as shape_config
 
+from kernels.cpu_ops import load_cpu_ops
 from medusa_core.cache import TreeCache
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Mask = torch.Tensor | dict[str, torch.Tensor]
+_log = logging.getLogger(__name__)
 
 
 class CompiledSteps:
@@ -85,6 +88,12 @@ class CompiledSteps:
             mark(cache.start_B, 0)
         for part in [mask] if isinstance(mask, torch.Tensor) else mask.values():
             mark(part, [*rows, *([] if one_node else [2]), 3])
+
+
+def use_compiled_operators(device: torch.device) -> None:
+    """Puts compiled implementations in the place of the operators' own where there are some; says so if that fails."""
+    if device.type == "cpu" and (why_not := load_cpu_ops(cache_directory())):
+        _log.warning("the operators of a step run in Python: %s", why_not)
 
 
 def can_compile(device: torch.device) -> str | None:

@@ -28,7 +28,7 @@ from medusa_core.backbone import (
 )
 from medusa_core.checkpoint import load_heads
 from medusa_core.compile_probe import compiles
-from medusa_core.compiling import can_compile
+from medusa_core.compiling import can_compile, use_compiled_operators
 from medusa_core.copies import CopyingBackbone
 from medusa_core.drafting import Drafter
 from medusa_core.errors import InputError, UnsupportedByTreeAttention
@@ -239,6 +239,7 @@ def _permission(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> Cal
     if mode == "on":
         if why_not:
             raise InputError(f"compile is 'on', but {why_not}")
+        use_compiled_operators(model.device)
         return lambda one_row: True
 
     @functools.cache
@@ -248,7 +249,10 @@ def _permission(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> Cal
             _log.warning("steps run uncompiled: %s", reason)
         return reason is None
 
-    return survived if survived(True) else None
+    if not survived(True):
+        return None
+    use_compiled_operators(model.device)
+    return survived
 
 
 def _eos_of(model: PreTrainedModel) -> list[int]:

@@ -2,7 +2,8 @@
 
 Each is opaque to torch.compile for a reason: oneDNN's reordered weights have no layout that a compiler could read; an
 in-place store into the cache would be turned into a copy of the cache per layer; attention over a cache of changing
-extent needs no new graph; and a table that every layer reads is better stored than computed again in each.
+extent needs no new graph; and a table that every layer reads is better stored than computed again in each. On a CPU
+`kernels/cpu_ops.cpp` may take the place of the implementations here.
 Knows nothing of trees or models. An operator has no gradient: `recording_gradients` says when to use plain torch.
 Legend: L layers, R rows of the cache, B rows of the step, N nodes, S slots, H heads, D head size, G queries per key.
 """
@@ -18,12 +19,11 @@ from torch.nn import functional as F
 _LIBRARY = torch.library.Library("medusa", "DEF")
 
 
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *keys: str) -> Any:
-    """Registers an operator; less overhead per call than torch.library.custom_op, which matters 270 times a step."""
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Registers an operator for every backend that has no implementation of its own."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    for key in keys or ("CompositeExplicitAutograd",):
-        _LIBRARY.impl(name, run, key)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"medusa::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.medusa, name).default
 
@@ -37,8 +37,6 @@ packed_linear = _define(
     "packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     _packed_linear,
     lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    "CPU",
-    "MkldnnCPU",
 )
 
 
@@ -78,7 +76,7 @@ def masked_attention(
     value: torch.Tensor,
     mask: torch.Tensor,
     scale: float | None,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """query [B, Hq, N, D], key/value [>=B, Hkv, >=S, D], additive or boolean mask [B, 1, N or G*N, S] → [B, N, Hq, D].
 
@@ -102,12 +100,19 @@ def masked_attention(
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()
 
 
+def _like_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
 tree_attention = _define(
-    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale, float? softcap) -> Tensor",
+    "tree_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale) -> Tensor",
     masked_attention,
-    lambda query, key, value, mask, scale, softcap: query.new_empty(
-        query.shape[0], query.shape[2], query.shape[1], value.shape[3]
-    ),
+    _like_attention,
+)
+capped_attention = _define(
+    "capped_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale, float softcap) -> Tensor",
+    masked_attention,
+    _like_attention,
 )
 
 materialize = _define(
