@@ -26,6 +26,7 @@ from tasks.ranks import RanksConfig
 from tasks.stage import Placement
 from tasks.teacher import TeacherConfig
 from tasks.train_medusa1 import TrainConfig
+from tasks.train_medusa2 import JointConfig
 from tasks.tree import TreeConfig
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -34,7 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class RunConfig(BaseModel):
-    """A whole run. `name` is the recipe's lineage in the registry."""
+    """A whole run. `name` is the recipe's lineage in the registry. Without `medusa2` the backbone stays as it is."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,6 +46,7 @@ class RunConfig(BaseModel):
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     heads: HeadsConfig = Field(default_factory=HeadsConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    medusa2: JointConfig | None = None
     ranks: RanksConfig = Field(default_factory=RanksConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     latency: LatencyConfig = Field(default_factory=LatencyConfig)

@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, dump_config
 from flows.run_directory import RunDirectory
-from flows.stages import STAGES, Results, Run, Stage
+from flows.stages import Results, Run, Stage, stages_of
 from infra.artifacts import Artifact, ArtifactStore
 from infra.environment import default_root
 from infra.ray_cluster import Cluster
@@ -48,7 +48,7 @@ def medusa(config: RunConfig, root: str | None = None, until: str = "publish") -
 def _run_stages(run: Run, registry: Registry, directory: RunDirectory, until: str) -> dict[str, Any]:
     results: dict[str, Artifact] = {}
     records: list[dict[str, Any]] = []
-    for stage in STAGES:
+    for stage in stages_of(run.config):
         if stage.name == "benchmark":
             model = run.config.publish.model or run.config.name
             digest = backbone_info(results["backbone"]).digest
@@ -67,7 +67,9 @@ def _run_stages(run: Run, registry: Registry, directory: RunDirectory, until: st
 @task(name="stage", cache_policy=NO_CACHE, persist_result=False)
 def _stage_task(stage: Stage, run: Run, results: Results) -> tuple[dict[str, Artifact], dict[str, Any]]:
     start = time.monotonic()
-    built = {name: build(run, results) for name, build in stage.parts.items()}
+    built: dict[str, Artifact] = {}
+    for name, build in stage.parts.items():
+        built[name] = build(run, results | built)
     record = {
         "name": stage.name,
         "seconds": round(time.monotonic() - start, 3),

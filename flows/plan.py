@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config import RunConfig
-from flows.stages import STAGES, Run
+from flows.stages import Run, Stage, stages_of
 from infra.artifacts import Artifact, ArtifactStore
 from tasks.backbone import backbone_info
 from tasks.prompts import SPLITS, Prompt, collect_prompts, read_split
@@ -57,14 +57,16 @@ def make_plan(config: RunConfig, root: Path, until: str) -> dict[str, Any]:
     run = Run(config, Context(_PlanStore(root), config.placement))
     results: dict[str, Artifact] = {}
     states: dict[str, str] = {}
-    for stage in STAGES:
+    original: Artifact | None = None
+    for stage in stages_of(config):
         states[stage.name] = _state(run, stage, results)
+        original = original or results.get("backbone")
         if stage.name == until:
             break
     else:
         states["publish"] = "run"
     prompts = _read_prompts(config, results.get("prompts"))
-    costs = _costs(config, prompts, results)
+    costs = _costs(config, prompts, original)
     stages = [
         {"name": name, "state": state} | (costs.get(name, {}) if state == "run" else {})
         for name, state in states.items()
@@ -95,15 +97,17 @@ def print_plan(plan: Mapping[str, Any], out: Console) -> None:
     out.print("assumed: " + "; ".join(f"{name} {value:g}" for name, value in plan["assumptions"].items()))
 
 
-def _state(run: Run, stage: Any, results: dict[str, Artifact]) -> str:
+def _state(run: Run, stage: Stage, results: dict[str, Artifact]) -> str:
     if any(name not in results for name in stage.reads):
         return "run"
     state = "cached"
     for name, build in stage.parts.items():
         try:
             results[name] = build(run, results)
-        except _NotBuilt:
+        except (_NotBuilt, KeyError):  # not there, or it reads what isn't
             state = "run"
+            # What an earlier stage gave under this name is not what later ones will read.
+            results.pop(name, None)
     return state
 
 
@@ -115,11 +119,11 @@ def _read_prompts(config: RunConfig, prompts: Artifact | None) -> dict[str, list
 
 
 def _costs(
-    config: RunConfig, prompts: Mapping[str, list[Prompt]], results: Mapping[str, Artifact]
+    config: RunConfig, prompts: Mapping[str, list[Prompt]], backbone: Artifact | None
 ) -> dict[str, dict[str, Any]]:
     hidden, vocab = 576, 49152
-    if "backbone" in results:
-        info = backbone_info(results["backbone"])
+    if backbone is not None:
+        info = backbone_info(backbone)
         hidden, vocab = info.hidden_size, info.vocab_size
 
     def answered(split: str) -> int:

@@ -19,6 +19,7 @@ from tasks.ranks import ranks
 from tasks.stage import Context
 from tasks.teacher import teacher
 from tasks.train_medusa1 import train_medusa1
+from tasks.train_medusa2 import merged_backbone, train_medusa2
 from tasks.tree import tree
 
 Results = Mapping[str, Artifact]
@@ -36,12 +37,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """`parts` maps result names to what builds them; `reads` names the results they need."""
+    """`parts` maps result names to what builds them, in order, each reading what came before it; `reads` names the
+    results they need. A stage that is not `wanted` is left out of the run."""
 
     name: str
     reads: tuple[str, ...]
     parts: Mapping[str, Build]
     timed: bool = field(default=False)
+    wanted: Callable[[RunConfig], bool] = field(default=lambda config: True)
 
 
 def _distill(split: str) -> Build:
@@ -62,6 +65,20 @@ def _train(run: Run, got: Results) -> Artifact:
         run.config.train,
         run.config.heads,
         backbone=got["backbone"],
+        distill=got["distill/train"],
+        teacher=got["teacher/train"],
+        held_out_distill=got["distill/calibration"],
+        held_out_teacher=got["teacher/calibration"],
+    )
+
+
+def _train_jointly(run: Run, got: Results) -> Artifact:
+    assert run.config.medusa2 is not None, "the stage is wanted only with it"
+    return train_medusa2(
+        run.context,
+        run.config.medusa2,
+        backbone=got["backbone"],
+        heads=got["heads"],
         distill=got["distill/train"],
         teacher=got["teacher/train"],
         held_out_distill=got["distill/calibration"],
@@ -109,7 +126,18 @@ STAGES: tuple[Stage, ...] = (
         ("backbone", *(f"{kind}/{split}" for kind in ("distill", "teacher") for split in SPLITS)),
         {"heads": _train},
     ),
-    # train-medusa2 takes its place here: it reads "heads" and gives "heads" and a merged backbone.
+    # A jointly trained backbone is a new model: everything after this reads that one, and its own answers.
+    Stage(
+        "train-medusa2",
+        ("backbone", "heads", *(f"{kind}/{split}" for kind in ("distill", "teacher") for split in SPLITS)),
+        {
+            "heads": _train_jointly,
+            "backbone": lambda run, got: merged_backbone(run.context, got["heads"], got["backbone"]),
+            "distill/calibration": _distill("calibration"),
+            "teacher/calibration": _teacher("calibration"),
+        },
+        wanted=lambda config: config.medusa2 is not None,
+    ),
     Stage("ranks", ("backbone", "heads", "distill/calibration", "teacher/calibration"), {"ranks": _ranks}),
     Stage(
         "latency",
@@ -128,6 +156,12 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage("benchmark", ("backbone", "prompts", "heads", "tree"), {"benchmark": _benchmark}, timed=True),
 )
+
+
+def stages_of(config: RunConfig) -> tuple[Stage, ...]:
+    """The stages of one run."""
+    return tuple(stage for stage in STAGES if stage.wanted(config))
+
 
 # `publish` closes the run; it writes to the registry, not to the store.
 STAGE_NAMES = (*(stage.name for stage in STAGES), "publish")

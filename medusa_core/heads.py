@@ -87,10 +87,14 @@ class VocabularyProjection(nn.Module):
         logits_KPC = x_KPD @ self.weight[:heads].transpose(1, 2)
         return logits_KPC if self.bias is None else logits_KPC + self.bias[:heads, None]
 
-    def loss(self, x_PD: torch.Tensor, head: int, labels_P: torch.Tensor) -> torch.Tensor:
-        """Summed cross-entropy of one head, without ever holding all logits."""
+    def loss(
+        self, x_PD: torch.Tensor, head: int, labels_P: torch.Tensor, lm_weight_CD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Summed cross-entropy of one head, without ever holding all logits. `lm_weight_CD` takes the place of a
+        shared projection's weight."""
         if not self.own:
-            return linear_cross_entropy(x_PD, self.weight_CD, self.bias_C, labels_P)
+            weight_CD = self.weight_CD if lm_weight_CD is None else lm_weight_CD
+            return linear_cross_entropy(x_PD, weight_CD, self.bias_C, labels_P)
         bias = None if self.bias is None else self.bias[head]
         return linear_cross_entropy(x_PD, self.weight[head], bias, labels_P)
 
@@ -149,14 +153,17 @@ class MedusaHeads(nn.Module):
         top_KBW = logits_KBC.topk(width, dim=-1).indices
         return self.vocab_map_C[top_KBW].transpose(0, 1)
 
-    def losses(self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(
+        self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor, lm_weight_CD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed cross-entropy and number of labels of every head, both [K], for backbone token labels.
 
-        Labels of IGNORE, and tokens outside the head vocabulary, teach nothing and are not counted.
+        Labels of IGNORE, and tokens outside the head vocabulary, teach nothing and are not counted. Where the LM head
+        is being trained too, `lm_weight_CD` are its present rows for the head vocabulary: a shared projection is those.
         """
         labels_PK = torch.where(labels_PK == IGNORE, IGNORE, self.inverse_V[labels_PK.clamp(min=0)])
         sums = [
-            self.projection.loss(x_PD, head, labels_PK[:, head].contiguous())
+            self.projection.loss(x_PD, head, labels_PK[:, head].contiguous(), lm_weight_CD)
             for head, x_PD in enumerate(self.features(hidden_PD))
         ]
         return torch.stack(sums), (labels_PK != IGNORE).sum(0)

@@ -1,7 +1,7 @@
-"""Training losses of Medusa heads: label alignment, chunked cross-entropy, the weighted sum (paper equation 2).
+"""Training losses: label alignment, chunked cross-entropy, the weighted sum (paper equation 2), and divergences.
 
 Knows nothing of batches, epochs or devices.
-Legend: T tokens of a conversation, P positions, K heads, D hidden, C head vocabulary.
+Legend: T tokens of a conversation, P positions, K heads, D hidden, C head vocabulary, V vocabulary, J kept ids.
 """
 
 from __future__ import annotations
@@ -119,3 +119,26 @@ def linear_cross_entropy(
     """
     total: torch.Tensor = _LinearCrossEntropy.apply(x_PD, weight_CD, bias_C, labels_P, chunk)  # type: ignore[no-untyped-call]
     return total
+
+
+def divergence(teacher_PV: torch.Tensor, student_PV: torch.Tensor) -> torch.Tensor:
+    """KL(teacher ‖ student) of two sets of logits at each position, nats, fp32 [P]."""
+    teacher_PV, student_PV = teacher_PV.float().log_softmax(-1), student_PV.float().log_softmax(-1)
+    return (teacher_PV.exp() * (teacher_PV - student_PV)).sum(-1)
+
+
+def lumped_divergence(
+    ids_PJ: torch.Tensor, logprobs_PJ: torch.Tensor, tail_P: torch.Tensor, student_PV: torch.Tensor
+) -> torch.Tensor:
+    """KL(teacher ‖ student) from the teacher's top-k log-probabilities and the log mass of its tail, nats, fp32 [P].
+
+    All tokens outside the top-k count as one: a lower bound of the full divergence, equal to it for k = V.
+    """
+    student_PV = student_PV.float().log_softmax(-1)
+    top_P = (logprobs_PJ.exp() * (logprobs_PJ - student_PV.gather(-1, ids_PJ))).sum(-1)
+    if ids_PJ.shape[-1] == student_PV.shape[-1]:
+        return top_P
+    # The student's tail by log-sum-exp over the complement, as the teacher's was: 1 - Σ would round to nothing.
+    student_tail_P = student_PV.scatter(-1, ids_PJ, float("-inf")).logsumexp(-1)
+    # A tail without mass adds 0 · (-inf), which is 0 here.
+    return top_P + torch.where(tail_P.isinf(), 0.0, tail_P.exp() * (tail_P - student_tail_P).nan_to_num())

@@ -11,6 +11,7 @@ import numpy as np
 from infra.machine import device_name
 from medusa_core.checkpoint import WEIGHTS, read_config
 from tasks.bench_run import CHAMPION, COMPILED, LOOKUP, MEDUSA, PLAIN, REFERENCE, TIE_GAP
+from tasks.quality import MEASURES
 from tasks.tree import pick_entry, read_portfolio
 
 SCHEMA = "medusa.report/1"
@@ -50,7 +51,7 @@ def build_report(spec: dict[str, Any], measured: dict[str, Any]) -> dict[str, An
         },
         "lossless": measured["lossless"],
         "bf16_divergence": _divergence(config["dtype"], rows, measured["divergences"]),
-        "quality": {"kl": None, "perplexity_ratio": None, "greedy_agreement": None},
+        "quality": spec["quality"] or dict.fromkeys(MEASURES),
         "machine": {"memcpy_gbps": measured["copy_gbps"]},
         "stages": [],
         "registry": {"model": "", "version": None, "alias": None},

@@ -21,6 +21,7 @@ from tasks.bench_report import build_report
 from tasks.bench_run import run_benchmark
 from tasks.engine import EngineConfig
 from tasks.prompts import read_split
+from tasks.quality import read_quality
 from tasks.report_html import render_report
 from tasks.stage import Context
 
@@ -116,6 +117,7 @@ def bench_spec(
         "eos_token_ids": list(info.eos_token_ids),
         "heads": str(heads / "heads"),
         "evaluation": _evaluation(heads),
+        "quality": read_quality(heads),
         "portfolio": str(portfolio),
         "prompts": [prompt.to_json() for prompt in prompts],
         "prompts_digest": digest_json([[p.prompt_id, list(p.turns)] for p in prompts]),

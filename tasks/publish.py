@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.artifacts import Artifact, ArtifactStore, artifact_key, digest_json, load_artifact, write_json
 from infra.errors import ArtifactError, UserError
 from infra.registry import ARTIFACT_KEY, CHAMPION, Registry, Version
+from tasks.quality import MEASURES, QUALITY
 
 STAGE_VERSION = 1
 
@@ -32,13 +33,17 @@ log = logging.getLogger(__name__)
 
 
 class PublishConfig(BaseModel):
-    """Where a run's result is registered, and how much slower than the champion still counts as noise."""
+    """Where a run's result is registered, how much slower than the champion still counts as noise, and how far a
+    trained backbone may have moved: the worse end of each 95 % interval must keep to it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = Field(None, description="registered name; the recipe's name if none is given")
     tracking_uri: str | None = Field(None, description="MLflow tracking URI; SQLite under the root if none is given")
     max_slowdown: float = Field(0.02, ge=0, lt=1, description="share of the champion's tokens/s a candidate may lose")
+    max_kl: float = Field(0.1, gt=0, description="nats per token that a trained backbone may lie from its original")
+    max_perplexity_ratio: float = Field(1.05, gt=0, description="its perplexity over the original's")
+    min_greedy_agreement: float = Field(0.85, ge=0, le=1, description="how often both must have the same first choice")
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def publish(
         tags = {ARTIFACT_KEY: key, BACKBONE_DIGEST: backbone_digest, **summary_tags(report)}
         tags |= {CANDIDATE: candidate_digest(heads, tree), RIVAL: champion["version"] if champion else ""}
         version = registry.register(name, staged, tags)
-    result = _settle(registry, version, report, config.max_slowdown)
+    result = _settle(registry, version, report, config)
     log.info("%s: %s", version.ref, result.decision)
     return result
 
@@ -124,13 +129,13 @@ def candidate_digest(heads: Artifact, tree: Artifact) -> str:
     return digest_json([heads.digest("heads"), tree.digest()])
 
 
-def decide(report: Mapping[str, Any], max_slowdown: float, champion: str | None = None) -> tuple[bool, str]:
+def decide(report: Mapping[str, Any], limits: PublishConfig, champion: str | None = None) -> tuple[bool, str]:
     """Whether the report's candidate becomes champion, and why.
 
     `champion`: reference (NAME/VERSION) of the present champion it has to be measured against; None if there is
     none, or only one of another backbone.
     """
-    if (fault := _loss(report)) is not None:
+    if (fault := _loss(report) or _drift(report, limits)) is not None:
         return False, f"not promoted: {fault}"
     compared = _part(report, "champion")
     if not compared:
@@ -140,7 +145,7 @@ def decide(report: Mapping[str, Any], max_slowdown: float, champion: str | None 
     measured = str(compared.get("version"))
     if champion is not None and measured != champion:
         return False, f"not promoted: it was measured against {measured}, but the champion is {champion}"
-    return _compare(_part(compared, "ratio"), measured, max_slowdown)
+    return _compare(_part(compared, "ratio"), measured, limits.max_slowdown)
 
 
 def lineage(store: ArtifactStore, artifacts: tuple[Artifact, ...]) -> dict[str, Any]:
@@ -177,7 +182,7 @@ def summary_tags(report: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _settle(registry: Registry, version: Version, report: Mapping[str, Any], max_slowdown: float) -> PublishResult:
+def _settle(registry: Registry, version: Version, report: Mapping[str, Any], limits: PublishConfig) -> PublishResult:
     champion = registry.champion(version.model)
     if (recorded := version.tags.get(DECISION)) is not None:
         is_champion = champion is not None and champion.version == version.version
@@ -186,7 +191,7 @@ def _settle(registry: Registry, version: Version, report: Mapping[str, Any], max
         # Interrupted between the promotion and the note of it.
         promoted, reason = True, "promoted: it already was the champion"
     else:
-        promoted, reason = decide(report, max_slowdown, _rival(champion, version))
+        promoted, reason = decide(report, limits, _rival(champion, version))
     if promoted:
         registry.promote(version)
     registry.tag(version, {DECISION: reason})
@@ -215,6 +220,26 @@ def _loss(report: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _drift(report: Mapping[str, Any], limits: PublishConfig) -> str | None:
+    """What speaks against a backbone that was trained itself, or None; None for one that was left alone."""
+    quality = _part(report, "quality")
+    if all(quality.get(name) is None for name in MEASURES):
+        return None
+    allowed = {
+        "kl": (limits.max_kl, 1),
+        "perplexity_ratio": (limits.max_perplexity_ratio, 1),
+        "greedy_agreement": (limits.min_greedy_agreement, 0),
+    }
+    for name, (limit, worse) in allowed.items():
+        bounds = _part(quality, name).get("ci95")
+        found = _number(bounds[worse]) if isinstance(bounds, list) and len(bounds) == 2 else None
+        if found is None:
+            return f"the backbone was trained, but the report has no {name} with an interval"
+        if found > limit if worse else found < limit:
+            return f"the trained backbone's {name} may be {found:.3g}, the limit is {limit:g}"
+    return None
+
+
 def _compare(ratio: Mapping[str, Any], rival: str, max_slowdown: float) -> tuple[bool, str]:
     value = _number(ratio.get("value"))
     bounds = ratio.get("ci95")
@@ -237,8 +262,11 @@ def _stage_files(
     for name in ("heads.safetensors", "config.json"):
         _copy(heads.file(folder + name), staged / "heads" / name)
     # Held-out accuracy and curve, which imported heads don't have; a later benchmark of the version reports them.
-    for name in {"evaluation.json", "curve.jsonl"} & heads.manifest["files"].keys():
+    for name in {"evaluation.json", "curve.jsonl", QUALITY} & heads.manifest["files"].keys():
         _copy(heads.file(name), staged / name)
+    for name in heads.manifest["files"]:
+        if name.startswith("adapter/"):
+            _copy(heads.file(name), staged / name)
     _copy(tree.file("portfolio.json"), staged / "tree" / "portfolio.json")
     for artifact, folder in ((ranks, "ranks"), (latency, "latency")):
         for name in artifact.manifest["files"]:

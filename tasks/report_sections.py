@@ -10,7 +10,7 @@ from typing import Any
 
 from tasks import report_plots as plots
 from tasks.report_plots import Bar
-from tasks.report_runs import PARTS, chosen_run, groups, peer, rates, run_label, runs, step_parts
+from tasks.report_runs import PARTS, bounds, chosen_run, groups, peer, rates, run_label, runs, step_parts
 from tasks.report_style import MISSING, figure, items, number, part, short, text
 from tasks.report_tables import facts, legend, pipeline, section, settings, titled, two
 
@@ -200,9 +200,23 @@ def _champion(report: Report) -> str:
 
 def _quality(report: Report) -> str:
     quality = part(report, "quality")
-    names = {"kl": "KL divergence", "perplexity_ratio": "perplexity ratio", "greedy_agreement": "greedy agreement"}
-    rows = [(label, figure(quality[name], 4)) for name, label in names.items() if number(quality.get(name)) is not None]
-    return section("Quality", "The backbone itself was changed; this is how far it moved.", facts(rows))
+    names = {
+        "kl": "KL divergence, nats",
+        "perplexity_ratio": "perplexity ratio",
+        "greedy_agreement": "greedy agreement",
+    }
+    rows = []
+    for name, label in names.items():
+        measured = part(quality, name)
+        low, high = bounds(measured.get("ci95"))
+        if number(measured.get("value")) is not None:
+            rows.append((label, f"{figure(measured.get('value'), 4)} ({figure(low, 4)} to {figure(high, 4)})"))
+    lead = (
+        "The backbone itself was trained; this is how far it moved on held-out conversations, with 95 % intervals: "
+        "the divergence of its distribution from the original's, its perplexity over the original's on the same "
+        "answers, and how often both have the same likeliest token."
+    )
+    return section("Quality", lead, facts(rows))
 
 
 def _points(mapping: Mapping[str, Any], x: str, y: str) -> list[tuple[float, float]]:

@@ -6,29 +6,20 @@ Legend: P positions of a batch, K heads, D hidden.
 
 from __future__ import annotations
 
-import json
-import logging
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from infra.artifacts import write_json
-from infra.deepspeed_config import deepspeed_config
-from infra.environment import quiet
 from medusa_core.checkpoint import save_heads
 from medusa_core.heads import HeadsConfig, MedusaHeads
 from medusa_core.losses import IGNORE, head_weights, weighted_loss
-from medusa_core.schedules import cosine_with_warmup
 from tasks.backbone import load_model
+from tasks.rank_run import RankRun, prepare_rank, start_engine
 from tasks.stage import dtype_of
 from tasks.training_data import Positions, batches, live_hidden, load_positions, window_plan
 
-log = logging.getLogger(__name__)
 TOPS = (1, 3, 5, 10)
-CHECKPOINTS, CURVE = ".checkpoints", "curve.jsonl"
 
 
 class _Objective(nn.Module):
@@ -47,50 +38,19 @@ class _Objective(nn.Module):
 
 def train_loop(spec: dict[str, Any]) -> None:
     """Trains to the end, resuming from the newest checkpoint, and writes heads, curve and evaluation."""
-    quiet()
-    import deepspeed
-    import torch.distributed as dist
-
-    # On a CPU DeepSpeed would compile a shared-memory collective with g++ for minutes at first use; gloo does it all.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.set_num_threads(spec["threads"])
-    config, directory = spec["config"], Path(spec["directory"])
-    rank, world = dist.get_rank(), dist.get_world_size()
-    deepspeed.init_distributed(dist_init_required=False)
-    device = torch.device("cuda", torch.cuda.current_device()) if spec["device"].startswith("cuda") else "cpu"
-    dtype = dtype_of(config["dtype"])
-    torch.manual_seed(config["seed"])
+    device, config = prepare_rank(spec), spec["config"]
     backbone = load_model(spec["backbone"], dtype_of(spec["hidden_dtype"]), str(device))
-    heads = _new_heads(spec, backbone).to(device=device, dtype=dtype)
+    heads = _new_heads(spec, backbone).to(device=device, dtype=dtype_of(config["dtype"]))
     reader = _Reader(spec, backbone)
     if spec["cached"]:
         del backbone
-    rows = config["batch_positions"] // (world * config["accumulation"])
+    rows = config["batch_positions"] // (torch.distributed.get_world_size() * config["accumulation"])
     total = total_steps(spec)
-    optimizer = torch.optim.AdamW(
-        [{"params": list(heads.parameters()), "name": "heads", "lr": config["learning_rate"]}],
-        betas=(0.9, 0.999),
-        weight_decay=config["weight_decay"],
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: cosine_with_warmup(step, total=total, warmup=min(config["warmup_steps"], total // 4))
-    )
-    engine, *_ = deepspeed.initialize(
-        model=_Objective(heads, config["decay"]),
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=deepspeed_config(
-            micro_batch=rows,
-            accumulation=config["accumulation"],
-            dtype=config["dtype"],
-            clip=config["clip"],
-            zero_stage=config["zero_stage"],
-        ),
-    )
-    run = _Run(engine, reader, spec, rank=rank, world=world, rows=rows, total=total, directory=directory)
-    run.train()
-    dist.barrier()
+    groups = [{"params": list(heads.parameters()), "name": "heads", "lr": config["learning_rate"]}]
+    objective = _Objective(heads, config["decay"])
+    engine = start_engine(objective, groups, config, micro_batch=rows, total=total)
+    _Run(engine, reader, spec, rows=rows, total=total).train()
+    torch.distributed.barrier()
 
 
 def _new_heads(spec: dict[str, Any], backbone: Any) -> MedusaHeads:
@@ -145,31 +105,15 @@ class _Reader:
         return self._last[1]
 
 
-class _Run:
-    """One run of the loop over a DeepSpeed engine: steps, checkpoints, curve, evaluation."""
+class _Run(RankRun):
+    """The loop over windows of positions: steps and evaluation."""
 
-    def __init__(
-        self,
-        engine: Any,
-        reader: _Reader,
-        spec: dict[str, Any],
-        *,
-        rank: int,
-        world: int,
-        rows: int,
-        total: int,
-        directory: Path,
-    ) -> None:
-        self.engine, self.reader, self.spec, self.config = engine, reader, spec, spec["config"]
-        self.rank, self.world, self.rows, self.total, self.directory = rank, world, rows, total, directory
-        self.dtype = dtype_of(self.config["dtype"])
-        self.device = engine.device
-        self.step = 0
-        self.curve: list[dict[str, Any]] = []
-        self.evaluations: list[dict[str, Any]] = []
+    def __init__(self, engine: Any, reader: _Reader, spec: dict[str, Any], *, rows: int, total: int) -> None:
+        super().__init__(engine, spec, total)
+        self.reader, self.rows = reader, rows
 
     def train(self) -> None:
-        done = self._resume()
+        done = self.resume()
         seen = 0
         for epoch in range(self.config["epochs"]):
             for number, window in enumerate(_windows(self.spec, epoch)):
@@ -180,9 +124,6 @@ class _Run:
                     if seen <= done:
                         continue
                     self._train_step(positions, index_P)
-                    if self.step % self.config["checkpoint_steps"] == 0 and self.step < self.total:
-                        self._checkpoint()
-                    self._log()
             if self.step == seen and len(self.evaluations) <= epoch:
                 self._evaluate(epoch)
         self._finish()
@@ -202,41 +143,13 @@ class _Run:
             self.engine.backward(value)
             self.engine.step()
             loss += float(value.detach())
-        total = torch.tensor([loss], dtype=torch.float64)
-        torch.distributed.all_reduce(total)
-        self.step += 1
-        mean = float(total) / (self.world * self.config["accumulation"])
-        self.curve.append({"step": self.step, "loss": mean, "lr": self.engine.get_lr()[0], "positions": len(index_P)})
+        (mean,) = self.average([loss])
+        self.finish_step(loss=mean, positions=len(index_P))
 
     @property
     def heads(self) -> MedusaHeads:
         heads: MedusaHeads = self.engine.module.heads
         return heads
-
-    def _log(self) -> None:
-        """Tells the driver, which shows it, how far the run is."""
-        if self.rank == 0 and (self.step % 10 == 0 or self.step == self.total):
-            state = {"step": self.step, "loss": self.curve[-1]["loss"]}
-            write_json(self.directory / self.spec["progress"], state)
-
-    def _checkpoint(self) -> None:
-        folder = self.directory / CHECKPOINTS
-        tag = f"step-{self.step:07d}"
-        state = {"step": self.step, "curve": self.curve, "evaluations": self.evaluations}
-        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state)
-        torch.distributed.barrier()
-        if self.rank == 0:
-            for old in sorted(folder.glob("step-*"))[:-1]:
-                shutil.rmtree(old, ignore_errors=True)
-
-    def _resume(self) -> int:
-        folder = self.directory / CHECKPOINTS
-        if not (folder / "latest").exists():
-            return 0
-        _, state = self.engine.load_checkpoint(str(folder))
-        self.step, self.curve, self.evaluations = state["step"], state["curve"], state["evaluations"]
-        log.info("resuming after step %d of %d", self.step, self.total)
-        return self.step
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> None:
@@ -263,8 +176,7 @@ class _Run:
             backbone_name=self.spec["backbone_name"],
             backbone_digest=self.spec["backbone_digest"],
         )
-        (self.directory / CURVE).write_text("".join(json.dumps(row) + "\n" for row in self.curve))
-        write_json(self.directory / "evaluation.json", {"epochs": self.evaluations, "final": self.evaluations[-1]})
+        self.write_history()
 
 
 @torch.no_grad()

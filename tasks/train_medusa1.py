@@ -6,7 +6,6 @@ heads up to rounding. Interrupted, it goes on from its last checkpoint. Knows no
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
-from infra.progress import followed, track
-from medusa_core.checkpoint import WEIGHTS
 from medusa_core.heads import HeadsConfig
 from tasks.backbone import backbone_identity, backbone_info, model_dir
 from tasks.distill import shard_paths as distill_shards
-from tasks.stage import Context, dtype_of
+from tasks.stage import Context
 from tasks.teacher import shard_paths as teacher_shards
+from tasks.train_run import PROGRESS, run_training, trained_counts
 from tasks.training_data import count_positions, frequent_tokens, pair_shards
 
 KIND, STAGE_VERSION = "heads", 1
-PROGRESS = ".progress.json"
 
 
 class TrainConfig(BaseModel):
@@ -82,6 +79,9 @@ def train_medusa1(
         vocab_map = None
         if heads.vocab is not None and heads.vocab < info.vocab_size:
             vocab_map = frequent_tokens(distill_shards(distill), size=heads.vocab, vocab=info.vocab_size).tolist()
+        # Here, and not above: what a configuration needs should not import a trainer.
+        from tasks.train_loop import total_steps, train_loop
+
         workers = context.placement.train_worker_count
         if config.batch_positions % (workers * config.accumulation):
             raise UserError(
@@ -90,72 +90,25 @@ def train_medusa1(
             )
         context.cluster.start()
         context.cluster.free()
+        spec = {
+            "config": config.model_dump(),
+            "heads": heads.model_dump(),
+            "vocab_map": vocab_map,
+            "shards": shards,
+            "counts": counts,
+            "held_out": pair_shards(distill_shards(held_out_distill), teacher_shards(held_out_teacher)),
+            "backbone": model_dir(backbone),
+            "backbone_name": info.name,
+            "backbone_digest": info.digest,
+            "cached": bool(teacher.config["hidden"]) and bool(held_out_teacher.config["hidden"]),
+            "hidden_dtype": teacher.config["dtype"],
+            "directory": partial,
+            "progress": PROGRESS,
+            "device": context.placement.resolved_device(),
+        }
         run_training(
-            {
-                "config": config.model_dump(),
-                "heads": heads.model_dump(),
-                "vocab_map": vocab_map,
-                "shards": shards,
-                "counts": counts,
-                "held_out": pair_shards(distill_shards(held_out_distill), teacher_shards(held_out_teacher)),
-                "backbone": model_dir(backbone),
-                "backbone_name": info.name,
-                "backbone_digest": info.digest,
-                "cached": bool(teacher.config["hidden"]) and bool(held_out_teacher.config["hidden"]),
-                "hidden_dtype": teacher.config["dtype"],
-                "directory": partial,
-                "progress": PROGRESS,
-                "device": context.placement.resolved_device(),
-            },
-            workers=workers,
-            threads=max(1, context.cluster.cpus // workers),
+            train_loop, spec, total_steps(spec), workers=workers, threads=max(1, context.cluster.cpus // workers)
         )
-        return _counts(partial, sum(counts))
+        return trained_counts(partial, sum(counts))
 
     return context.store.produce(KIND, key, inputs=inputs, config=semantic, build=build)
-
-
-def run_training(spec: dict[str, Any], *, workers: int, threads: int) -> None:
-    """Runs the training loop on `workers` ranks: gloo on CPUs, NCCL on GPUs; a failed rank restarts the group."""
-    import ray.train
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    from tasks.train_loop import total_steps, train_loop
-
-    # What an interrupted attempt left would be shown as this one's.
-    (spec["directory"] / PROGRESS).unlink(missing_ok=True)
-    gpu = spec["device"].startswith("cuda")
-    dtype_of(spec["config"]["dtype"])
-    storage = spec["directory"] / ".ray"
-    trainer = TorchTrainer(
-        train_loop,
-        train_loop_config=spec | {"threads": threads},
-        torch_config=TorchConfig(backend="nccl" if gpu else "gloo"),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=workers,
-            use_gpu=gpu,
-            resources_per_worker={"CPU": threads} | ({"GPU": 1} if gpu else {}),
-        ),
-        run_config=ray.train.RunConfig(
-            name="train",
-            storage_path=str(storage.resolve()),
-            failure_config=ray.train.FailureConfig(max_failures=2),
-        ),
-    )
-    progress_file = spec["directory"] / PROGRESS
-    with track("train", total_steps(spec), "steps") as progress:
-
-        def read() -> tuple[float, str]:
-            if not progress_file.exists():
-                return 0.0, "starting"
-            state = json.loads(progress_file.read_text())
-            return state["step"], f"loss {state['loss']:.3f}"
-
-        with followed(progress, read):
-            trainer.fit()
-
-
-def _counts(partial: Path, positions: int) -> dict[str, Any]:
-    evaluation = json.loads((partial / "evaluation.json").read_text())
-    size = (partial / "heads" / WEIGHTS).stat().st_size
-    return {"positions": positions, "bytes": size, **evaluation["final"]}

@@ -19,7 +19,7 @@ ToyRun = tuple[Path, Path, dict[str, Any], str]
 
 def test_every_stage_ran_and_the_run_directory_is_whole(toy_run: ToyRun) -> None:
     root, _, report, output = toy_run
-    assert [stage["name"] for stage in report["stages"]] == list(STAGE_NAMES)
+    assert [stage["name"] for stage in report["stages"]] == [name for name in STAGE_NAMES if name != "train-medusa2"]
     run = root / "runs" / "latest"
     assert {path.name for path in run.iterdir()} == {"config.yaml", "report.json", "report.html", "log.jsonl"}
     assert yaml.safe_load((run / "config.yaml").read_text())["name"] == "toy"

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from medusa_core.checkpoint import weights_digest
+from medusa_core.checkpoint import read_config, weights_digest
 from tests.flows.conftest import run_medusa
 
 pytestmark = pytest.mark.long
@@ -62,3 +64,70 @@ def test_every_layout_trains_and_leaves_the_backbone_alone(toy_run: Any, tmp_pat
     assert weights_digest(toy_dir) == before
     (artifact,) = (tmp_path / "root" / "artifacts" / "backbone").glob("*/model")
     assert weights_digest(artifact) == before
+
+
+STAGE_TWO = (
+    "medusa2.lora.rank=8", "medusa2.epochs=2", "medusa2.batch_conversations=4", "medusa2.learning_rate=1e-3",
+    "medusa2.warmup_steps=2", "medusa2.dtype=float32", "medusa2.lambda0=0.2",
+)  # fmt: skip
+
+
+def train_jointly(toy_run: Any, root: Path, *settings: str) -> dict[str, Path]:
+    """Artifacts of a run up to stage two: the heads of both stages, the backbone before and after."""
+    first, config, _, _ = toy_run
+    if not root.exists():
+        (root / "artifacts").mkdir(parents=True)
+        for kind in ("backbone", "prompts", "distill", "teacher", "heads"):
+            (root / "artifacts" / kind).mkdir()
+            for entry in (first / "artifacts" / kind).iterdir():
+                (root / "artifacts" / kind / entry.name).symlink_to(entry)
+    flags = [part for setting in (*STAGE_TWO, *settings) for part in ("--set", setting)]
+    done = run_medusa("run", "--config", config, "--root", root, "--until", "train-medusa2", "--json", *flags)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for stage in json.loads(done.stdout)["stages"]:
+        for artifact in stage["artifact"].split():
+            found[f"{stage['name']} {artifact.split('/')[0]}"] = root / "artifacts" / artifact
+    return found
+
+
+def history(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    curve = [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()]
+    return curve, json.loads((path / "evaluation.json").read_text())["epochs"]
+
+
+def test_stage_two_starts_where_stage_one_ended_and_moves_the_backbone_a_little(
+    toy_run: Any, tmp_path: Path, toy_dir: Path
+) -> None:
+    """Catches heads that start anew, a backbone that isn't held to what it said, embeddings changed with the LM head,
+    heads bound to the backbone they no longer fit, and a number of ranks that changes the result."""
+    two = train_jointly(toy_run, tmp_path / "two", "placement.train_workers=2")
+    curve, evaluations = history(two["train-medusa2 heads"])
+    _, before = history(two["train-medusa1 heads"])
+    assert evaluations[0]["loss"] == pytest.approx(before[-1]["loss"], rel=1e-3)
+    assert evaluations[0]["quality"]["kl"]["value"] == pytest.approx(0.0, abs=1e-6)
+    assert 0 < evaluations[-1]["quality"]["kl"]["value"] < 0.05
+    assert sum(evaluations[-1]["loss"]) < sum(evaluations[0]["loss"])
+    assert [row["lambda0"] for row in curve] == sorted(row["lambda0"] for row in curve)
+    original, trained = (two[f"{stage} backbone"] for stage in ("backbone", "train-medusa2"))
+    tensors = [load_file(path / "model" / "model.safetensors") for path in (original, trained)]
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(tensors[0][embedding], tensors[1][embedding])
+    assert not torch.equal(tensors[1].get("lm_head.weight", tensors[1][embedding]), tensors[1][embedding])
+    described = read_config(two["train-medusa2 heads"] / "heads")
+    assert described.backbone_digest == weights_digest(trained / "model") != weights_digest(original / "model")
+    assert weights_digest(original / "model") == weights_digest(toy_dir)
+    one = train_jointly(toy_run, tmp_path / "one", "placement.train_workers=1", "medusa2.lora.dropout=0")
+    pair = train_jointly(toy_run, tmp_path / "two", "placement.train_workers=2", "medusa2.lora.dropout=0")
+    losses = [[row["heads"] for row in history(path["train-medusa2 heads"])[0]] for path in (one, pair)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2, abs=1e-5)
+
+
+def test_every_weight_may_train_from_a_cached_teacher(toy_run: Any, tmp_path: Path) -> None:
+    """Catches full fine-tuning that trains nothing, and a cached teacher that drives the model away from its own."""
+    full = ("medusa2.lora=null", "medusa2.teacher=top_k", "medusa2.learning_rate=1e-4")
+    found = train_jointly(toy_run, tmp_path / "full", "medusa2.micro_conversations=2", *full)
+    _, evaluations = history(found["train-medusa2 heads"])
+    assert 0 < evaluations[-1]["quality"]["kl"]["value"] < 0.05
+    assert sum(evaluations[-1]["loss"]) < sum(evaluations[0]["loss"])
+    assert not (found["train-medusa2 heads"] / "adapter").exists()

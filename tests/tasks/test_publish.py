@@ -18,6 +18,12 @@ from tasks.publish import PublishConfig, PublishResult, decide, publish
 LOSSLESS = {"mismatched_prompts": 0, "tokens": 1900}
 
 
+def moved(kl: Any = (0.01, 0.02), ratio: Any = (1.0, 1.02), agreement: Any = (0.93, 0.96)) -> dict[str, Any]:
+    """A report whose backbone was trained, by the intervals of its quality."""
+    bounds = {"kl": kl, "perplexity_ratio": ratio, "greedy_agreement": agreement}
+    return {"lossless": LOSSLESS, "quality": {name: {"value": 1.0, "ci95": list(b)} for name, b in bounds.items()}}
+
+
 def against(value: Any, low: Any, high: Any, version: str = "m/3") -> dict[str, Any]:
     return {"lossless": LOSSLESS, "champion": {"version": version, "ratio": {"value": value, "ci95": [low, high]}}}
 
@@ -26,6 +32,13 @@ def against(value: Any, low: Any, high: Any, version: str = "m/3") -> dict[str, 
     ("report", "champion", "promoted", "says"),
     [
         ({"lossless": LOSSLESS}, None, True, "no champion"),
+        (moved(), None, True, "no champion"),
+        (moved(kl=(0.05, 0.2)), None, False, "kl may be 0.2, the limit is 0.1"),
+        (moved(ratio=(1.0, 1.2)), None, False, "perplexity_ratio may be 1.2"),
+        (moved(agreement=(0.8, 0.99)), None, False, "greedy_agreement may be 0.8, the limit is 0.85"),
+        (moved(kl=(0.01, float("nan"))), None, False, "no kl with an interval"),
+        (moved(agreement=()), None, False, "no greedy_agreement with an interval"),
+        ({"lossless": LOSSLESS, "quality": {"kl": None}}, None, True, "no champion"),
         ({"lossless": LOSSLESS, "bf16_divergence": {"failures": 0}}, None, True, "no champion"),
         ({"lossless": LOSSLESS, "bf16_divergence": {"failures": 1}}, None, False, "1 timed answers leave"),
         ({"lossless": LOSSLESS}, "m/3", False, "not measured against the champion m/3"),
@@ -48,7 +61,7 @@ def against(value: Any, low: Any, high: Any, version: str = "m/3") -> dict[str, 
     ],
 )
 def test_decision(report: dict[str, Any], champion: str | None, promoted: bool, says: str) -> None:
-    decision, reason = decide(report, 0.02, champion)
+    decision, reason = decide(report, PublishConfig(max_slowdown=0.02), champion)
     assert decision is promoted
     assert says in reason
     assert reason.startswith("promoted" if promoted else "not promoted")

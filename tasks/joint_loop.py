@@ -1,0 +1,218 @@
+"""What every rank of stage 2 runs: DeepSpeed around backbone and heads, over whole conversations.
+
+Knows nothing of artifacts' keys; it is told files, and writes into the partial directory it is given.
+Legend: P positions, K heads, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from infra.artifacts import write_json
+from medusa_core.adapters import add_lora, lm_head_rows, merged, untie
+from medusa_core.checkpoint import load_heads, save_heads, weights_digest
+from medusa_core.losses import IGNORE
+from medusa_core.schedules import heads_share
+from tasks.backbone import load_model
+from tasks.joint_objective import Batch, Conversation, JointObjective
+from tasks.quality import QUALITY, ConversationQuality, compare, summarize
+from tasks.rank_run import RankRun, prepare_rank, start_engine
+from tasks.stage import dtype_of
+from tasks.train_loop import evaluate
+from tasks.training_data import Positions, Shard, batches, window_plan
+
+ADAPTER, HEADS = "adapter", "heads"
+
+
+def joint_loop(spec: dict[str, Any]) -> None:
+    """Trains to the end, resuming from the newest checkpoint; writes adapter, merged model, heads, curve, evaluation
+    and how far the model has moved."""
+    device, config = prepare_rank(spec), spec["config"]
+    model = load_model(spec["backbone"], dtype_of(config["dtype"]), str(device))
+    heads = load_heads(Path(spec["initial_heads"]), model, backbone_digest=spec["backbone_digest"])
+    heads.requires_grad_(True).train()
+    if config["lora"]:
+        untie(model)
+        model = add_lora(model, **config["lora"])
+    else:
+        model.requires_grad_(True)
+    objective = JointObjective(model, heads, decay=config["decay"], teacher=config["teacher"]).to(device)
+    objective.check()
+    if config["gradient_checkpointing"]:
+        objective.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    total, rate = total_steps(spec), config["learning_rate"]
+    groups = [
+        {"params": [p for p in model.parameters() if p.requires_grad], "name": "backbone", "lr": rate},
+        {"params": list(heads.parameters()), "name": "heads", "lr": rate * config["heads_rate"]},
+    ]
+    engine = start_engine(objective, groups, config, micro_batch=config["micro_conversations"], total=total)
+    _Run(engine, spec, total).train()
+    torch.distributed.barrier()
+
+
+def total_steps(spec: dict[str, Any]) -> int:
+    """Optimizer steps of the whole run."""
+    sizes, batch = dict(zip(spec["shards"], spec["rows"], strict=True)), spec["config"]["batch_conversations"]
+    windows = [window for epoch in range(spec["config"]["epochs"]) for window in _windows(spec, epoch)]
+    return sum(max(1, sum(sizes[shard] for shard in window) // batch) for window in windows)
+
+
+def _windows(spec: dict[str, Any], epoch: int) -> list[list[Shard]]:
+    config = spec["config"]
+    seed = config["seed"] * 1009 + epoch
+    return window_plan(spec["shards"], spec["counts"], limit=config["window_positions"], seed=seed)
+
+
+def load_conversations(shards: Sequence[Shard], *, top_k: bool) -> list[Conversation]:
+    """The answers of some shards, with the teacher's top-k if it is asked for. An answer without a position that
+    trains is left out."""
+    conversations = []
+    for distill_path, teacher_path in shards:
+        table = pq.read_table(distill_path, columns=["input_ids", "loss_mask"])
+        kept = _teacher_rows(teacher_path) if top_k else [None] * table.num_rows
+        for ids, mask, teacher in zip(
+            table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), kept, strict=True
+        ):
+            conversation = Conversation(torch.tensor(ids), torch.tensor(mask), teacher)
+            if len(conversation.positions):
+                conversations.append(conversation)
+    return conversations
+
+
+def _teacher_rows(path: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    table = pq.read_table(path, columns=["topk_ids", "topk_logprobs", "tail_logmass"])
+    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = []
+    for ids, logprobs, tail in zip(*(table[name].to_pylist() for name in table.column_names), strict=True):
+        shape = (len(tail), -1) if tail else (0, 1)
+        rows.append(
+            (torch.tensor(ids, dtype=torch.int64).view(shape), torch.tensor(logprobs).view(shape), torch.tensor(tail))
+        )
+    return rows
+
+
+class _Run(RankRun):
+    """The loop over windows of conversations: steps, evaluation, and what is kept in the end."""
+
+    _original: Any = None
+
+    @property
+    def objective(self) -> JointObjective:
+        objective: JointObjective = self.engine.module
+        return objective
+
+    def train(self) -> None:
+        config = self.config
+        done = self.resume()
+        seen = 0
+        if not done:
+            # The heads as stage 1 left them, on the backbone as it was.
+            self._evaluate(0)
+        for epoch in range(config["epochs"]):
+            for number, window in enumerate(_windows(self.spec, epoch)):
+                conversations = load_conversations(sorted(window), top_k=config["teacher"] == "top_k")
+                seed = config["seed"] * 7919 + epoch * 131 + number
+                for index in batches(len(conversations), config["batch_conversations"], seed=seed):
+                    seen += 1
+                    if seen > done:
+                        self._train_step([conversations[i] for i in index.tolist()])
+            if self.step == seen and len(self.evaluations) <= epoch + 1:
+                self._evaluate(epoch + 1)
+        self._finish()
+
+    def _train_step(self, chosen: list[Conversation]) -> None:
+        """One optimizer step over a global batch; this rank takes every `world`-th micro-batch of it."""
+        config, heads = self.config, self.objective.heads
+        # Conversations of like length share a micro-batch: less padding, the same sum.
+        chosen = sorted(chosen, key=lambda c: len(c.input_ids_T))
+        size = config["micro_conversations"]
+        micro = [
+            Batch.of(chosen[i : i + size], num_heads=heads.num_heads, device=self.device)
+            for i in range(0, len(chosen), size)
+        ]
+        # Means are over the whole global batch, so the number of ranks and micro-batches cancels out.
+        parts = self.world * config["accumulation"]
+        labels_PK = torch.cat([batch.labels_PK for batch in micro])
+        known_PK = (labels_PK != IGNORE) & (heads.inverse_V[labels_PK.clamp(min=0)] != IGNORE)
+        counts_K = known_PK.sum(0).clamp(min=1) / parts
+        share = config["lambda0"] * heads_share(
+            self.step,
+            total=self.total,
+            rise=config["rise"],
+            until=config["rise_until"],
+            backbone_first=config["backbone_first"],
+        )
+        own = micro[self.rank :: self.world]
+        own += [micro[0].empty()] * (config["accumulation"] - len(own))
+        sums = torch.zeros(3, dtype=torch.float64)
+        for batch in own:
+            loss, lm, head = self.engine(
+                batch, positions=max(1, len(labels_PK)) / parts, counts_K=counts_K, heads_share=share
+            )
+            self.engine.backward(loss)
+            self.engine.step()
+            sums += torch.tensor([float(loss.detach()), float(lm), float(head)], dtype=torch.float64)
+        mean, lm_mean, heads_mean = self.average(sums.tolist())
+        self.finish_step(loss=mean, lm=lm_mean, heads=heads_mean, lambda0=share, positions=len(labels_PK))
+
+    @torch.no_grad()
+    def _evaluate(self, epoch: int) -> None:
+        """Heads and backbone on held-out conversations; the first rank does it, all keep the result."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            self.engine.eval()
+            heads, quality = self._held_out()
+            self.engine.train()
+            box[0] = heads | {"epoch": epoch, "step": self.step, "quality": summarize(quality)}
+        torch.distributed.broadcast_object_list(box, src=0)
+        self.evaluations.append(box[0])
+
+    def _held_out(self) -> tuple[dict[str, Any], list[ConversationQuality]]:
+        objective = self.objective
+        heads, output = objective.heads, objective.backbone.get_output_embeddings()
+        if not heads.projection.own:
+            # A shared projection is the LM head's own rows, as they are now.
+            heads.projection.weight_CD.copy_(lm_head_rows(output, heads.vocab_map_C))
+        hidden, labels, quality = [], [], []
+        for conversation in load_conversations(self.spec["held_out"], top_k=False):
+            batch = Batch.of([conversation], num_heads=heads.num_heads, device=self.device)
+            hidden_PD = objective.hidden(batch)
+            hidden.append(hidden_PD.cpu())
+            labels.append(batch.labels_PK.cpu())
+            quality.append(compare(self._original_logits(batch), objective.logits(hidden_PD), batch.next_P))
+        none = np.empty(0)
+        positions = Positions(torch.cat(hidden), torch.cat(labels), none, none, [])
+        return evaluate(heads, positions, self.device, self.dtype), quality
+
+    def _original_logits(self, batch: Batch) -> torch.Tensor:
+        """What the backbone said before its training, [P, V]: its adapter off, or the model itself once more."""
+        if self.config["lora"]:
+            return self.objective.logits(self.objective.teacher_hidden(batch), as_it_was=True)
+        if self._original is None:
+            self._original = load_model(self.spec["backbone"], self.dtype, str(self.device))
+        logits_BTV = self._original(input_ids=batch.tokens_BT, use_cache=False).logits
+        return logits_BTV[batch.row_P, batch.column_P]
+
+    def _finish(self) -> None:
+        if self.rank:
+            return
+        spec, heads = self.spec, self.objective.heads
+        model: Any = self.objective.model
+        if self.config["lora"]:
+            model.save_pretrained(self.directory / ADAPTER)
+            model = merged(model)
+        target = self.directory / spec["model_directory"]
+        model.save_pretrained(target)
+        save_heads(
+            self.directory / HEADS,
+            heads,
+            backbone_name=spec["merged_name"],
+            backbone_digest=weights_digest(target),
+        )
+        write_json(self.directory / QUALITY, self.evaluations[-1]["quality"])
+        self.write_history()

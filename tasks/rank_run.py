@@ -1,0 +1,124 @@
+"""What the training loops of both stages share: the rank's set-up, DeepSpeed's engine, checkpoints, curve, progress.
+
+Knows nothing of what is trained or on what.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infra.artifacts import write_json
+from infra.deepspeed_config import deepspeed_config
+from infra.environment import quiet
+from medusa_core.schedules import cosine_with_warmup
+from tasks.stage import dtype_of
+
+log = logging.getLogger(__name__)
+CHECKPOINTS, CURVE, EVALUATION = ".checkpoints", "curve.jsonl", "evaluation.json"
+
+
+def prepare_rank(spec: Mapping[str, Any]) -> torch.device:
+    """Sets this process up as a training rank; the device it trains on."""
+    quiet()
+    import deepspeed
+
+    # On a CPU DeepSpeed would compile a shared-memory collective with g++ for minutes at first use; gloo does it all.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.set_num_threads(spec["threads"])
+    deepspeed.init_distributed(dist_init_required=False)
+    torch.manual_seed(spec["config"]["seed"])
+    gpu = str(spec["device"]).startswith("cuda")
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+def start_engine(
+    module: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any],
+    *,
+    micro_batch: int,
+    total: int,
+) -> Any:
+    """DeepSpeed around a module: AdamW over named parameter groups with rates of their own, cosine with warm-up."""
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(
+        [dict(group) for group in groups], betas=(0.9, 0.999), weight_decay=config["weight_decay"], fused=True
+    )
+    warmup = min(config["warmup_steps"], total // 4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: cosine_with_warmup(step, total=total, warmup=warmup)
+    )
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=deepspeed_config(
+            micro_batch=micro_batch,
+            accumulation=config["accumulation"],
+            dtype=config["dtype"],
+            clip=config["clip"],
+            zero_stage=config["zero_stage"],
+        ),
+    )
+    return engine
+
+
+class RankRun:
+    """One run over a DeepSpeed engine: where it stands, and how that is kept, resumed and shown."""
+
+    def __init__(self, engine: Any, spec: Mapping[str, Any], total: int) -> None:
+        self.engine, self.spec, self.config, self.total = engine, spec, spec["config"], total
+        self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.directory = Path(spec["directory"])
+        self.device, self.dtype = engine.device, dtype_of(self.config["dtype"])
+        self.step = 0
+        self.curve: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+
+    def average(self, values: Sequence[float]) -> list[float]:
+        """Means over ranks and accumulation steps of sums over this rank's accumulation steps."""
+        total = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(total)
+        return (total / (self.world * self.config["accumulation"])).tolist()
+
+    def finish_step(self, **record: float) -> None:
+        """Counts a step, notes it in the curve, keeps a checkpoint where one is due, and tells the driver."""
+        self.step += 1
+        self.curve.append({"step": self.step, "lr": self.engine.get_lr()[0], **record})
+        if self.step % self.config["checkpoint_steps"] == 0 and self.step < self.total:
+            self._checkpoint()
+        if self.rank == 0 and (self.step % 10 == 0 or self.step == self.total):
+            write_json(self.directory / self.spec["progress"], {"step": self.step, "loss": record["loss"]})
+
+    def resume(self) -> int:
+        """Goes back to the newest checkpoint, if there is one; how many steps are done."""
+        folder = self.directory / CHECKPOINTS
+        if not (folder / "latest").exists():
+            return 0
+        _, state = self.engine.load_checkpoint(str(folder))
+        self.step, self.curve, self.evaluations = state["step"], state["curve"], state["evaluations"]
+        log.info("resuming after step %d of %d", self.step, self.total)
+        return self.step
+
+    def write_history(self) -> None:
+        """The curve and the evaluations as files."""
+        (self.directory / CURVE).write_text("".join(json.dumps(row) + "\n" for row in self.curve))
+        write_json(self.directory / EVALUATION, {"epochs": self.evaluations, "final": self.evaluations[-1]})
+
+    def _checkpoint(self) -> None:
+        folder = self.directory / CHECKPOINTS
+        state = {"step": self.step, "curve": self.curve, "evaluations": self.evaluations}
+        self.engine.save_checkpoint(str(folder), tag=f"step-{self.step:07d}", client_state=state)
+        torch.distributed.barrier()
+        if self.rank == 0:
+            for old in sorted(folder.glob("step-*"))[:-1]:
+                shutil.rmtree(old, ignore_errors=True)
