@@ -28,6 +28,7 @@ from tasks.train_loop import evaluate
 from tasks.training_data import Positions, Shard, batches, window_plan
 
 ADAPTER, HEADS = "adapter", "heads"
+_TOP_K = ("topk_ids", "topk_logprobs", "tail_logmass")
 
 
 def joint_loop(spec: dict[str, Any]) -> None:
@@ -74,26 +75,20 @@ def load_conversations(shards: Sequence[Shard], *, top_k: bool) -> list[Conversa
     trains is left out."""
     conversations = []
     for distill_path, teacher_path in shards:
-        table = pq.read_table(distill_path, columns=["input_ids", "loss_mask"])
-        kept = _teacher_rows(teacher_path) if top_k else [None] * table.num_rows
-        for ids, mask, teacher in zip(
-            table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), kept, strict=True
-        ):
-            conversation = Conversation(torch.tensor(ids), torch.tensor(mask), teacher)
-            if len(conversation.positions):
-                conversations.append(conversation)
+        answers = pq.read_table(distill_path, columns=["input_ids", "loss_mask"])
+        said = pq.read_table(teacher_path, columns=["positions", *(_TOP_K if top_k else ())])
+        columns = (*(answers[name] for name in answers.column_names), *(said[name] for name in said.column_names))
+        for ids, mask, at, *teacher in zip(*(column.to_pylist() for column in columns), strict=True):
+            if at:
+                kept = _teacher(len(at), *teacher) if top_k else None
+                conversations.append(Conversation(torch.tensor(ids), torch.tensor(mask), torch.tensor(at), kept))
     return conversations
 
 
-def _teacher_rows(path: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
-    table = pq.read_table(path, columns=["topk_ids", "topk_logprobs", "tail_logmass"])
-    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = []
-    for ids, logprobs, tail in zip(*(table[name].to_pylist() for name in table.column_names), strict=True):
-        shape = (len(tail), -1) if tail else (0, 1)
-        rows.append(
-            (torch.tensor(ids, dtype=torch.int64).view(shape), torch.tensor(logprobs).view(shape), torch.tensor(tail))
-        )
-    return rows
+def _teacher(
+    positions: int, ids: list[int], logprobs: list[float], tail: list[float]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.tensor(ids).view(positions, -1), torch.tensor(logprobs).view(positions, -1), torch.tensor(tail)
 
 
 class _Run(RankRun):

@@ -29,16 +29,13 @@ _CHUNK = 256
 
 @dataclass(frozen=True)
 class Conversation:
-    """One distilled answer with what the teacher said at its positions (ids and log-probabilities [P, J], tail [P])."""
+    """One distilled answer: the positions [P] that backbone and heads learn from, which are those where the next token
+    was generated, and what the teacher said there (ids and log-probabilities [P, J], tail [P])."""
 
     input_ids_T: torch.Tensor
     loss_mask_T: torch.Tensor
+    position_P: torch.Tensor
     teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Where the next token was generated, [P]: what backbone and heads learn from."""
-        return self.loss_mask_T[1:].nonzero()[:, 0]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Batch:
         tokens = torch.zeros(len(conversations), width, dtype=torch.int64)
         rows, columns, labels = [], [], []
         for row, conversation in enumerate(conversations):
-            ids, at = conversation.input_ids_T, conversation.positions
+            ids, at = conversation.input_ids_T, conversation.position_P
             tokens[row, : len(ids)] = ids
             rows.append(torch.full_like(at, row))
             columns.append(at)

@@ -7,6 +7,7 @@ Legend: P positions, V vocabulary, D hidden, J kept ids.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,10 @@ from tasks.distill import shard_paths as distill_shards
 from tasks.stage import Context, dtype_of, write_table
 
 KIND, STAGE_VERSION = "teacher", 1
+# Share of positions that may be unusable before that is the backbone's fault.
+_MOST_SKIPPED = 0.01
+
+log = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
     [
@@ -83,7 +88,7 @@ def teacher(context: Context, config: TeacherConfig, *, backbone: Artifact, dist
                 }
                 for done in context.map(Reader, arguments, [(path, partial / path.name) for path in pending]):
                     progress.advance(done["rows"], f"{done['positions']:,} positions in the last shard")
-        return _counts(partial)
+        return _counts(partial, shards)
 
     return context.store.produce(KIND, key, inputs=inputs, config=semantic, build=build)
 
@@ -124,6 +129,10 @@ class Reader:
         positions_P = torch.from_numpy(np.flatnonzero(loss_mask[1:]))
         hidden_PD, logits_PV = read_positions(self.model, self.tap, torch.from_numpy(input_ids), positions_P)
         ids_PJ, logprobs_PJ, tail_P = top_k_with_tail(logits_PV, self.config.top_k)
+        # A position at which the backbone says nothing usable teaches nothing: it is left out, and counted at the end.
+        usable_P = ~logprobs_PJ.isnan().any(-1) & hidden_PD.isfinite().all(-1)
+        hidden_PD, ids_PJ, logprobs_PJ = hidden_PD[usable_P], ids_PJ[usable_P], logprobs_PJ[usable_P]
+        positions_P, tail_P = positions_P[usable_P.cpu()], tail_P[usable_P]
         raw = hidden_PD.cpu().contiguous().view(torch.uint8).numpy().tobytes() if self.keep_hidden else b""
         return {
             "sample_id": sample_id,
@@ -160,15 +169,25 @@ def _keep_hidden(context: Context, config: TeacherConfig, positions: int, hidden
     return need <= free * config.disk_share
 
 
-def _counts(partial: Path) -> dict[str, Any]:
-    rows = positions = 0
-    for path in sorted(partial.glob("shard-*.parquet")):
-        table = pq.read_table(path, columns=["tail_logmass"])
-        rows += table.num_rows
-        positions += sum(len(tail) for tail in table["tail_logmass"].to_pylist())
-    if not positions:
+def _counts(partial: Path, answers: Sequence[Path]) -> dict[str, Any]:
+    rows = positions = asked = 0
+    for path in answers:
+        tails = pq.read_table(partial / path.name, columns=["tail_logmass"])["tail_logmass"].to_pylist()
+        masks = pq.read_table(path, columns=["loss_mask"])["loss_mask"].to_pylist()
+        rows += len(tails)
+        positions += sum(map(len, tails))
+        asked += sum(sum(mask[1:]) for mask in masks)
+    if not asked:
         raise UserError("no position of the distilled answers trains a head: every answer is empty")
-    return {"rows": rows, "positions": positions}
+    skipped = asked - positions
+    if skipped > _MOST_SKIPPED * asked:
+        raise UserError(
+            f"the backbone's hidden states or logits are not finite at {skipped} of {asked} positions (at most "
+            f"{_MOST_SKIPPED:.0%} are left out): look at its weights and dtype, or give another teacher.dtype"
+        )
+    if skipped:
+        log.warning("%d of %d positions left out: the backbone's output there is not finite", skipped, asked)
+    return {"rows": rows, "positions": positions, "skipped": skipped}
 
 
 def positions_of(table: pa.Table) -> Sequence[np.ndarray]:

@@ -116,7 +116,7 @@ def train_medusa2(
             "config": config.model_dump() | {"accumulation": config.batch_conversations // passes},
             "shards": shards,
             "counts": counts,
-            "rows": [_rows(shard[0]) for shard in shards],
+            "rows": [_rows(shard[1]) for shard in shards],
             "held_out": pair_shards(distill_shards(held_out_distill), teacher_shards(held_out_teacher)),
             "backbone": model_dir(backbone),
             "backbone_digest": info.digest,
@@ -143,10 +143,9 @@ def merged_backbone(context: Context, trained: Artifact, original: Artifact) -> 
     return resolve_backbone(context.store, BackboneConfig(model=str(model), trust_remote_code=trust))
 
 
-def _rows(distill_shard: Path) -> int:
+def _rows(teacher_shard: Path) -> int:
     """Answers of a shard in which a position trains."""
-    masks = pq.read_table(distill_shard, columns=["loss_mask"])["loss_mask"].to_pylist()
-    return sum(any(mask[1:]) for mask in masks)
+    return sum(map(bool, pq.read_table(teacher_shard, columns=["positions"])["positions"].to_pylist()))
 
 
 def _complete(original: Path, merged: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def objective(
 
 def conversation(seed: int, prompt: int, answer: int) -> Conversation:
     ids = torch.randint(VOCAB, (prompt + answer,), generator=torch.Generator().manual_seed(seed))
-    return Conversation(ids, torch.arange(prompt + answer) >= prompt)
+    return Conversation(ids, torch.arange(prompt + answer) >= prompt, torch.arange(prompt - 1, prompt + answer - 1))
 
 
 def batch(*conversations: Conversation) -> Batch:
@@ -58,7 +59,7 @@ def with_top_k(joint: JointObjective, one: Conversation, k: int) -> Conversation
     """The conversation with what the teacher stage would have kept of it."""
     given = batch(one)
     logits_PV = joint.logits(joint.teacher_hidden(given), as_it_was=True)
-    return Conversation(one.input_ids_T, one.loss_mask_T, top_k_with_tail(logits_PV, k))
+    return replace(one, teacher=top_k_with_tail(logits_PV, k))
 
 
 def test_the_cached_teacher_bounds_the_live_one_from_below(capsys: pytest.CaptureFixture[str]) -> None:
