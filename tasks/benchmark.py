@@ -25,7 +25,7 @@ from tasks.quality import read_quality
 from tasks.report_html import render_report
 from tasks.stage import Context
 
-KIND, STAGE_VERSION = "benchmark", 2
+KIND, STAGE_VERSION = "benchmark", 3
 REPORT, REPORT_HTML, ROWS = "report.json", "report.html", "rows.parquet"
 
 

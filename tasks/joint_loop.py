@@ -45,6 +45,7 @@ def joint_loop(spec: dict[str, Any]) -> None:
         model.requires_grad_(True)
     objective = JointObjective(model, heads, decay=config["decay"], teacher=config["teacher"]).to(device)
     objective.check()
+    objective.train()
     if config["gradient_checkpointing"]:
         objective.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     total, rate = total_steps(spec), config["learning_rate"]
@@ -199,7 +200,8 @@ class _Run(RankRun):
         spec, heads = self.spec, self.objective.heads
         model: Any = self.objective.model
         if self.config["lora"]:
-            model.save_pretrained(self.directory / ADAPTER)
+            # Left to decide, peft would add the embeddings and the whole LM head to it.
+            model.save_pretrained(self.directory / ADAPTER, save_embedding_layers=False)
             model = merged(model)
         target = self.directory / spec["model_directory"]
         model.save_pretrained(target)

@@ -24,7 +24,7 @@ from tasks.backbone import backbone_identity, backbone_info, model_dir
 from tasks.engine import EngineConfig, load_engine
 from tasks.stage import Context, dtype_of
 
-KIND, STAGE_VERSION = "latency", 3
+KIND, STAGE_VERSION = "latency", 4
 TABLE = "latency.json"
 
 

@@ -117,6 +117,8 @@ def test_stage_two_starts_where_stage_one_ended_and_moves_the_backbone_a_little(
     described = read_config(two["train-medusa2 heads"] / "heads")
     assert described.backbone_digest == weights_digest(trained / "model") != weights_digest(original / "model")
     assert weights_digest(original / "model") == weights_digest(toy_dir)
+    adapter = load_file(two["train-medusa2 heads"] / "adapter" / "adapter_model.safetensors")
+    assert adapter and all("lora_" in name for name in adapter)
     one = train_jointly(toy_run, tmp_path / "one", "placement.train_workers=1", "medusa2.lora.dropout=0")
     pair = train_jointly(toy_run, tmp_path / "two", "placement.train_workers=2", "medusa2.lora.dropout=0")
     losses = [[row["heads"] for row in history(path["train-medusa2 heads"])[0]] for path in (one, pair)]
