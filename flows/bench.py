@@ -1,4 +1,4 @@
-"""`medusa bench decode`: the pipeline's benchmark on a prompt file of one's own."""
+"""`medusa bench`: the pipeline's benchmark on a prompt file of one's own, and training against the obvious way."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flows.versions import backbone_of, find_version
+import pyarrow.parquet as pq
+
+from flows.versions import backbone_of, find_version, newest_run
+from infra.errors import UserError
 from medusa_core.engine import CompileMode
+from tasks.backbone import backbone_info, model_dir
 from tasks.bench_prompts import read_mt_bench
+from tasks.bench_train import TrainBenchConfig, measure_training
 from tasks.benchmark import BenchmarkConfig, bench_spec, measure
+from tasks.distill import shard_paths
 from tasks.engine import EngineConfig
 from tasks.stage import Placement, dtype_of
+from tasks.training_data import frequent_tokens
 
 
 def decode(
@@ -44,3 +51,25 @@ def decode(
     if version.isdigit():
         report["registry"] = {"model": name, "version": int(version), "alias": None}
     return report
+
+
+def train(config: TrainBenchConfig, *, root: Path, threads: int | None) -> dict[str, Any]:
+    """Training speed and memory of the contestants on the answers that the newest run distilled."""
+    made = newest_run(root)
+    if "distill" not in made:
+        raise UserError("the newest run distilled no answers: `medusa run --until distill` does")
+    backbone, distilled = made["backbone"][0], made["distill"][0]
+    answers = [
+        (ids, mask)
+        for shard in shard_paths(distilled)
+        for ids, mask in zip(
+            *pq.read_table(shard, columns=["input_ids", "loss_mask"]).to_pydict().values(), strict=True
+        )
+        if any(mask[1:])
+    ]
+    wanted = config.steps * config.answers
+    if len(answers) < wanted:
+        raise UserError(f"{config.steps} steps of {config.answers} answers need {wanted}, the run has {len(answers)}")
+    size = min(config.vocab, backbone_info(backbone).vocab_size)
+    kept = frequent_tokens(shard_paths(distilled), size=size, vocab=backbone_info(backbone).vocab_size)
+    return measure_training(config, model_dir(backbone), answers, kept.tolist(), threads or os.cpu_count() or 1)

@@ -190,6 +190,28 @@ def bench_decode(
         print_report(report, out)
 
 
+@bench.command("train")
+def bench_train(
+    root: Root = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every contestant.")] = 20,
+    answers: Annotated[int, typer.Option(min=1, help="Answers per step.")] = 12,
+    vocab: Annotated[int, typer.Option(min=1, help="Head vocabulary of the cached contestant.")] = 8192,
+    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare training heads with the obvious way to write it, on the newest run's answers: speed, memory, loss."""
+    from flows.bench import train
+    from flows.summary import print_training
+    from tasks.bench_train import TrainBenchConfig
+
+    log_to_terminal()
+    report = train(TrainBenchConfig(steps=steps, answers=answers, vocab=vocab), root=root_of(root), threads=threads)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_training(report, out)
+
+
 @app.command()
 def calibrate(
     model: Model = "champion",

@@ -33,6 +33,24 @@ def print_summary(report: Mapping[str, Any], out: Console) -> None:
         out.print('try it      medusa generate "Why is the sky blue?"')
 
 
+def print_training(report: Mapping[str, Any], out: Console) -> None:
+    """The contestants of `medusa bench train`."""
+    table = _table("contestant", ">tokens/s", ">times obvious", ">memory", ">share of obvious", title="training heads")
+    for name in ("obvious", "live", "cached", "cached_amortised"):
+        speedup, share = report["speedup"].get(name, 1.0), report["memory_share"].get(name, 1.0)
+        own = report[name]
+        table.add_row(
+            name, f"{own['tokens_per_second']:.1f}", f"{speedup:.2f}x", f"{own['peak_memory_mb']:,} MB", f"{share:.0%}"
+        )
+    out.print(table)
+    out.print(
+        f"{report['tokens']:,} tokens that train in {report['config']['steps']} steps, {report['config']['dtype']}, "
+        f"{report['threads']} threads; the pass that stores hidden states took {report['caching_seconds']:.1f} s, "
+        f"spread over {report['config']['epochs']} epochs; losses of obvious and live differ by at most "
+        f"{report['largest_loss_difference']:.1e}"
+    )
+
+
 def print_report(report: Mapping[str, Any], out: Console) -> None:
     """Heads, tree, engines and what was proven."""
     heads, tree = report["heads"], report["tree"]

@@ -21,8 +21,6 @@ from tasks.backbone import BackboneConfig, backbone_info, resolve_backbone
 from tasks.ranks import TABLE
 from tasks.tree import read_portfolio
 
-_NEEDED = ("train-medusa1", "ranks", "tree")
-
 
 @dataclass(frozen=True)
 class Served:
@@ -100,17 +98,23 @@ def _directory(path: Path) -> Served:
 
 def _latest(root: Path) -> Served:
     """What the newest run made, registered or not."""
-    run = root / "runs" / "latest"
+    made = newest_run(root)
+    if "tree" not in made:
+        raise UserError("the newest run stopped before its tree: run it to the end")
+    # A jointly trained backbone has heads of its own.
+    heads = made.get("train-medusa2", made["train-medusa1"])[0]
+    config = yaml.safe_load((root / "runs" / "latest" / "config.yaml").read_text())
+    return Served("latest", heads.path, made["tree"][0].file("portfolio.json"), made["ranks"][0].file(TABLE), config)
+
+
+def newest_run(root: Path) -> dict[str, list[Artifact]]:
+    """What the stages of the newest finished run made; UserError if there is none, or something of it is gone."""
     try:
-        report = json.loads((run / "report.json").read_text())
+        report = json.loads((root / "runs" / "latest" / "report.json").read_text())
     except FileNotFoundError:
         raise UserError(f"{root / 'runs'} holds no finished run: `medusa run` makes one") from None
-    places = {stage["name"]: stage["artifact"] for stage in report["stages"]}
-    if "tree" not in places:
-        raise UserError(f"the newest run, {run.resolve().name}, stopped before its tree: run it to the end")
+    places = {stage["name"]: stage["artifact"].split() for stage in report["stages"] if stage["name"] != "publish"}
     try:
-        heads, ranks, tree = (load_artifact(root / "artifacts" / places[name]) for name in _NEEDED)
+        return {name: [load_artifact(root / "artifacts" / place) for place in made] for name, made in places.items()}
     except ArtifactError as error:
         raise UserError(f"what the newest run made is gone ({error})") from None
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    return Served("latest", heads.path, tree.file("portfolio.json"), ranks.file(TABLE), config)

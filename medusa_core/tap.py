@@ -18,6 +18,7 @@ class HiddenTap:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._only_B: torch.Tensor | None = None
+        self._without_logits = False
         self._hidden: torch.Tensor | None = None
         self._hook = model.get_output_embeddings().register_forward_pre_hook(self._capture)
 
@@ -40,6 +41,16 @@ class HiddenTap:
         finally:
             self._only_B = None
 
+    @contextmanager
+    def without_logits(self) -> Iterator[None]:
+        """Within the block the LM head is given a single position: what it costs is saved where hidden states are all
+        that is wanted."""
+        self._without_logits = True
+        try:
+            yield
+        finally:
+            self._without_logits = False
+
     def close(self) -> None:
         self._hook.remove()
 
@@ -49,7 +60,7 @@ class HiddenTap:
             rows_B = torch.arange(len(self._only_B), device=hidden_BND.device)
             hidden_BND = hidden_BND[rows_B, self._only_B][:, None]
         self._hidden = hidden_BND
-        return (hidden_BND, *args[1:])
+        return (hidden_BND[:1, :1] if self._without_logits else hidden_BND, *args[1:])
 
 
 @torch.inference_mode()
@@ -61,3 +72,13 @@ def read_positions(
         input_ids=input_ids_T[None].to(model.device), use_cache=False, logits_to_keep=positions_P.to(model.device)
     )
     return tap.hidden[0], output.logits[0]
+
+
+@torch.inference_mode()
+def read_hidden(
+    model: PreTrainedModel, tap: HiddenTap, input_ids_T: torch.Tensor, positions_P: torch.Tensor
+) -> torch.Tensor:
+    """The hidden states of `read_positions` alone, [P, D], without a product with the vocabulary."""
+    with tap.without_logits():
+        model(input_ids=input_ids_T[None].to(model.device), use_cache=False)
+    return tap.hidden[0, positions_P.to(model.device)]

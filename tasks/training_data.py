@@ -18,7 +18,7 @@ import torch
 
 from infra.errors import UserError
 from medusa_core.losses import head_labels
-from medusa_core.tap import HiddenTap, read_positions
+from medusa_core.tap import HiddenTap, read_hidden
 from tasks.teacher import positions_of, unpack_hidden
 
 Shard = tuple[Path, Path]
@@ -79,8 +79,8 @@ def live_hidden(model: torch.nn.Module) -> HiddenSource:
     tap = HiddenTap(model)  # type: ignore[arg-type]
 
     def compute(input_ids_T: torch.Tensor, at_P: torch.Tensor) -> torch.Tensor:
-        hidden_PD, _ = read_positions(model, tap, input_ids_T, at_P)  # type: ignore[arg-type]
-        return hidden_PD.clone()
+        # A copy, because what is made in inference mode can't be trained on.
+        return read_hidden(model, tap, input_ids_T, at_P).clone()  # type: ignore[arg-type]
 
     return compute
 
