@@ -16,8 +16,8 @@ def deepspeed_config(
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"training dtype is {dtype!r}; use 'float32' or 'bfloat16'")
-    if zero_stage not in (0, 1, 2):
-        raise UserError(f"zero_stage is {zero_stage}; use 0, 1 or 2")
+    if zero_stage not in (0, 1, 2, 3):
+        raise UserError(f"zero_stage is {zero_stage}; use 0, 1, 2 or 3")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,

@@ -48,7 +48,10 @@ def weights_digest(directory: Path) -> str:
 
 
 def save_heads(directory: Path, heads: MedusaHeads, *, backbone_name: str, backbone_digest: str) -> None:
-    """Writes the heads' tensors in their dtype and what they belong to."""
+    """Writes the heads' tensors in their dtype and what they belong to. InputError for an empty tensor, which is what a
+    rank holds of a parameter that is spread over several."""
+    if empty := sorted(name for name, tensor in heads.state_dict().items() if not tensor.numel()):
+        raise InputError(f"{empty[0]} is empty: gather the heads' parameters before they are saved")
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
     save_file(tensors, directory / WEIGHTS)

@@ -169,6 +169,25 @@ class MedusaHeads(nn.Module):
         return torch.stack(sums), (labels_PK != IGNORE).sum(0)
 
     @torch.no_grad()
+    def detached(self) -> MedusaHeads:
+        """A frozen copy, free of the hooks that a trainer may have put on this one."""
+        parameter, projection = next(self.parameters()), self.projection
+        dtype, device = parameter.dtype, parameter.device
+        has_bias = (projection.bias if projection.own else projection.bias_C) is not None
+        copy = MedusaHeads(
+            self.config,
+            lm_weight_VD=torch.zeros(self.vocab_size, self.hidden_size, dtype=dtype, device=device),
+            lm_bias_V=torch.zeros(self.vocab_size, dtype=dtype, device=device) if has_bias else None,
+            vocab_map_C=self.vocab_map_C,
+        )
+        copy.load_state_dict(self.state_dict())
+        if not projection.own:
+            copy.projection.weight_CD.copy_(projection.weight_CD)
+            if copy.projection.bias_C is not None and projection.bias_C is not None:
+                copy.projection.bias_C.copy_(projection.bias_C)
+        return copy.to(dtype=dtype, device=device).requires_grad_(False).eval()
+
+    @torch.no_grad()
     def ranks(self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor, *, width: int, chunk: int = 512) -> torch.Tensor:
         """Rank of each label among its head's logits, [P, K]: 0 is the argmax, `width` means width or later (or a
         token outside the head vocabulary), -1 that there is no label. The same order as `top_tokens`."""

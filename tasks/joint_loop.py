@@ -22,7 +22,7 @@ from medusa_core.schedules import heads_share
 from tasks.backbone import load_model
 from tasks.joint_objective import Batch, Conversation, JointObjective
 from tasks.quality import QUALITY, ConversationQuality, compare, summarize
-from tasks.rank_run import RankRun, prepare_rank, start_engine
+from tasks.rank_run import RankRun, prepare_rank, start_engine, whole
 from tasks.stage import dtype_of
 from tasks.train_loop import evaluate
 from tasks.training_data import Positions, Shard, batches, window_plan
@@ -53,7 +53,14 @@ def joint_loop(spec: dict[str, Any]) -> None:
         {"params": [p for p in model.parameters() if p.requires_grad], "name": "backbone", "lr": rate},
         {"params": list(heads.parameters()), "name": "heads", "lr": rate * config["heads_rate"]},
     ]
-    engine = start_engine(objective, groups, config, micro_batch=config["micro_conversations"], total=total)
+    engine = start_engine(
+        objective,
+        groups,
+        config,
+        micro_batch=config["micro_conversations"],
+        total=total,
+        read_directly=objective.read_directly(),
+    )
     _Run(engine, spec, total).train()
     torch.distributed.barrier()
 
@@ -124,6 +131,8 @@ class _Run(RankRun):
     def _train_step(self, chosen: list[Conversation]) -> None:
         """One optimizer step over a global batch; this rank takes every `world`-th micro-batch of it."""
         config, heads = self.config, self.objective.heads
+        # Dropout follows from the step, so that a resumed run draws what an undisturbed one does.
+        torch.manual_seed((config["seed"] * 1_000_003 + self.step) * self.world + self.rank)
         # Conversations of like length share a micro-batch: less padding, the same sum.
         chosen = sorted(chosen, key=lambda c: len(c.input_ids_T))
         size = config["micro_conversations"]
@@ -158,32 +167,39 @@ class _Run(RankRun):
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> None:
-        """Heads and backbone on held-out conversations; the first rank does it, all keep the result."""
-        box: list[Any] = [None]
-        if self.rank == 0:
-            self.engine.eval()
-            heads, quality = self._held_out()
-            self.engine.train()
-            box[0] = heads | {"epoch": epoch, "step": self.step, "quality": summarize(quality)}
-        torch.distributed.broadcast_object_list(box, src=0)
-        self.evaluations.append(box[0])
-
-    def _held_out(self) -> tuple[dict[str, Any], list[ConversationQuality]]:
-        objective = self.objective
-        heads, output = objective.heads, objective.backbone.get_output_embeddings()
-        if not heads.projection.own:
-            # A shared projection is the LM head's own rows, as they are now.
-            heads.projection.weight_CD.copy_(lm_head_rows(output, heads.vocab_map_C))
-        hidden, labels, quality = [], [], []
-        for conversation in load_conversations(self.spec["held_out"], top_k=False):
-            batch = Batch.of([conversation], num_heads=heads.num_heads, device=self.device)
-            hidden_PD = objective.hidden(batch)
-            hidden.append(hidden_PD.cpu())
-            labels.append(batch.labels_PK.cpu())
-            quality.append(compare(self._original_logits(batch), objective.logits(hidden_PD), batch.next_P))
+        """Heads and backbone on held-out conversations, spread over the ranks; all keep the result."""
+        self.engine.eval()
+        conversations = load_conversations(self.spec["held_out"], top_k=False)
+        mine = []
+        for first in range(0, len(conversations), self.world):
+            # All ranks make as many passes, or those of one would wait for the others' parameters for ever.
+            number = first + self.rank
+            measured = self._measured(conversations[number % len(conversations)])
+            if number < len(conversations):
+                mine.append(measured)
+        every: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(every, mine)
+        hidden, labels, quality = zip(*(row for rows in every for row in rows), strict=True)
+        output = self.objective.backbone.get_output_embeddings()
+        with whole(self.objective.read_directly()):
+            # A copy: under ZeRO-3 the heads themselves would ask the other ranks for what they hold.
+            heads = self.objective.heads.detached()
+            if not heads.projection.own:
+                # A shared projection is the LM head's own rows, as they are now.
+                heads.projection.weight_CD.copy_(lm_head_rows(output, heads.vocab_map_C))
         none = np.empty(0)
         positions = Positions(torch.cat(hidden), torch.cat(labels), none, none, [])
-        return evaluate(heads, positions, self.device, self.dtype), quality
+        evaluated = evaluate(heads, positions, self.device, self.dtype)
+        self.engine.train()
+        self.evaluations.append(evaluated | {"epoch": epoch, "step": self.step, "quality": summarize(quality)})
+
+    def _measured(self, conversation: Conversation) -> tuple[torch.Tensor, torch.Tensor, ConversationQuality]:
+        """Hidden states [P, D] and labels [P, K] of one conversation, and how far the backbone has moved on it."""
+        objective = self.objective
+        batch = Batch.of([conversation], num_heads=objective.heads.num_heads, device=self.device)
+        hidden_PD = objective.hidden(batch)
+        quality = compare(self._original_logits(batch), objective.logits(hidden_PD), batch.next_P)
+        return hidden_PD.cpu(), batch.labels_PK.cpu(), quality
 
     def _original_logits(self, batch: Batch) -> torch.Tensor:
         """What the backbone said before its training, [P, V]: its adapter off, or the model itself once more."""
@@ -195,21 +211,22 @@ class _Run(RankRun):
         return logits_BTV[batch.row_P, batch.column_P]
 
     def _finish(self) -> None:
-        if self.rank:
-            return
-        spec, heads = self.spec, self.objective.heads
-        model: Any = self.objective.model
-        if self.config["lora"]:
-            # Left to decide, peft would add the embeddings and the whole LM head to it.
-            model.save_pretrained(self.directory / ADAPTER, save_embedding_layers=False)
-            model = merged(model)
-        target = self.directory / spec["model_directory"]
-        model.save_pretrained(target)
-        save_heads(
-            self.directory / HEADS,
-            heads,
-            backbone_name=spec["merged_name"],
-            backbone_digest=weights_digest(target),
-        )
+        with whole(self.objective.parameters()):
+            if self.rank:
+                return
+            spec = self.spec
+            model: Any = self.objective.model
+            if self.config["lora"]:
+                # Left to decide, peft would add the embeddings and the whole LM head to it.
+                model.save_pretrained(self.directory / ADAPTER, save_embedding_layers=False)
+                model = merged(model)
+            target = self.directory / spec["model_directory"]
+            model.save_pretrained(target)
+            save_heads(
+                self.directory / HEADS,
+                self.objective.heads,
+                backbone_name=spec["merged_name"],
+                backbone_digest=weights_digest(target),
+            )
         write_json(self.directory / QUALITY, self.evaluations[-1]["quality"])
         self.write_history()

@@ -91,6 +91,10 @@ class JointObjective(nn.Module):
         if teacher == "adapter_off" and not isinstance(model, PeftModel):
             raise UserError("the teacher can't be the model with its adapter off: there is no adapter")
 
+    def read_directly(self) -> list[nn.Parameter]:
+        """Parameters that the forward reads itself: the heads', and the LM head's with its adapter."""
+        return [*self.heads.parameters(), *self.backbone.get_output_embeddings().parameters()]
+
     @property
     def backbone(self) -> Any:
         """The transformers model, adapters inside."""

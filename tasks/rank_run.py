@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def prepare_rank(spec: Mapping[str, Any]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
+@contextmanager
+def whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within the block every rank holds these parameters whole, where ZeRO-3 keeps only parts of them. All ranks enter
+    together."""
+    import deepspeed
+
+    parts = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(parts, enabled=bool(parts)):
+        yield
+
+
 def start_engine(
     module: nn.Module,
     groups: Sequence[Mapping[str, Any]],
@@ -46,10 +58,18 @@ def start_engine(
     *,
     micro_batch: int,
     total: int,
+    read_directly: Iterable[nn.Parameter],
 ) -> Any:
-    """DeepSpeed around a module: AdamW over named parameter groups with rates of their own, cosine with warm-up."""
+    """DeepSpeed around a module: AdamW over named parameter groups with rates of their own, cosine with warm-up.
+
+    `read_directly` are parameters that the module's forward reads itself, not through the submodule they belong to:
+    ZeRO-3 would not know to gather them.
+    """
     import deepspeed
 
+    if config["zero_stage"] == 3:
+        for parameter in read_directly:
+            deepspeed.zero.register_external_parameter(module, parameter)
     optimizer = torch.optim.AdamW(
         [dict(group) for group in groups], betas=(0.9, 0.999), weight_decay=config["weight_decay"], fused=True
     )

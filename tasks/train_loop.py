@@ -15,7 +15,7 @@ from medusa_core.checkpoint import save_heads
 from medusa_core.heads import HeadsConfig, MedusaHeads
 from medusa_core.losses import IGNORE, head_weights, weighted_loss
 from tasks.backbone import load_model
-from tasks.rank_run import RankRun, prepare_rank, start_engine
+from tasks.rank_run import RankRun, prepare_rank, start_engine, whole
 from tasks.stage import dtype_of
 from tasks.training_data import Positions, batches, live_hidden, load_positions, window_plan
 
@@ -48,7 +48,7 @@ def train_loop(spec: dict[str, Any]) -> None:
     total = total_steps(spec)
     groups = [{"params": list(heads.parameters()), "name": "heads", "lr": config["learning_rate"]}]
     objective = _Objective(heads, config["decay"])
-    engine = start_engine(objective, groups, config, micro_batch=rows, total=total)
+    engine = start_engine(objective, groups, config, micro_batch=rows, total=total, read_directly=heads.parameters())
     _Run(engine, reader, spec, rows=rows, total=total).train()
     torch.distributed.barrier()
 
@@ -155,27 +155,33 @@ class _Run(RankRun):
     def _evaluate(self, epoch: int) -> None:
         """Loss and top-n accuracy per head on held-out conversations; the first rank does it, all keep the result."""
         box: list[Any] = [None]
-        if self.rank == 0:
-            held_out = load_positions(
-                self.spec["held_out"],
-                num_heads=self.heads.num_heads,
-                hidden_size=self.reader.hidden_size,
-                dtype=dtype_of(self.spec["hidden_dtype"]),
-                live=self.reader.live,
-            )
-            box[0] = evaluate(self.heads, held_out, self.device, self.dtype) | {"epoch": epoch + 1, "step": self.step}
+        with whole(self.heads.parameters()):
+            if self.rank == 0:
+                box[0] = self._measured() | {"epoch": epoch + 1, "step": self.step}
         torch.distributed.broadcast_object_list(box, src=0)
         self.evaluations.append(box[0])
 
-    def _finish(self) -> None:
-        if self.rank:
-            return
-        save_heads(
-            self.directory / "heads",
-            self.heads,
-            backbone_name=self.spec["backbone_name"],
-            backbone_digest=self.spec["backbone_digest"],
+    def _measured(self) -> dict[str, Any]:
+        held_out = load_positions(
+            self.spec["held_out"],
+            num_heads=self.heads.num_heads,
+            hidden_size=self.reader.hidden_size,
+            dtype=dtype_of(self.spec["hidden_dtype"]),
+            live=self.reader.live,
         )
+        # A copy: under ZeRO-3 the heads themselves would ask the other ranks for what they hold.
+        return evaluate(self.heads.detached(), held_out, self.device, self.dtype)
+
+    def _finish(self) -> None:
+        with whole(self.heads.parameters()):
+            if self.rank:
+                return
+            save_heads(
+                self.directory / "heads",
+                self.heads,
+                backbone_name=self.spec["backbone_name"],
+                backbone_digest=self.spec["backbone_digest"],
+            )
         self.write_history()
 
 

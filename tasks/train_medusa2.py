@@ -97,8 +97,10 @@ def train_medusa2(
 
     def build(partial: Path) -> dict[str, Any]:
         shards = pair_shards(distill_shards(distill), teacher_shards(teacher))
+        # A shard of empty answers would make a batch of none.
+        shards = [shard for shard in shards if count_positions(shard)]
         counts = [count_positions(shard) for shard in shards]
-        if not sum(counts):
+        if not shards:
             raise UserError("there is nothing to train on: no distilled answer has a position that trains")
         from tasks.joint_loop import joint_loop, total_steps
 

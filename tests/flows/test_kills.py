@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from tests.flows.conftest import MEDUSA, run_medusa, toy_config
 
@@ -61,22 +62,38 @@ def test_a_killed_distill_goes_on_where_it_stopped(tmp_path: Path, toy_dir: Path
         assert pq.read_table(path).equals(pq.read_table(again / path.name)), path.name
 
 
-def test_a_killed_training_resumes_with_the_same_curve(tmp_path: Path, toy_dir: Path) -> None:
-    """Catches a checkpoint without optimizer, schedule or place in the data: the curves would part at the kill."""
-    config, root = toy_config(tmp_path, toy_dir, train={"epochs": 30, "checkpoint_steps": 10}), tmp_path / "root"
-    command = [str(MEDUSA), "run", "--config", str(config), "--root", str(root), "--until", "train-medusa1"]
-    kill_when(command, lambda: any((root / "artifacts" / "heads").glob("*.partial/.checkpoints/latest")))
-    partial = next((root / "artifacts" / "heads").glob("*.partial"))
+STAGE_TWO = {"lora": {"rank": 8}, "epochs": 4, "batch_conversations": 4, "dtype": "float32", "checkpoint_steps": 10}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_killed_training_resumes_with_the_same_curve(tmp_path: Path, toy_dir: Path, stage: int) -> None:
+    """Catches a checkpoint without optimizer, schedule, place in the data or in the dropout's draws: the curves would
+    part at the kill."""
+    config = toy_config(tmp_path, toy_dir, train={"epochs": 30 if stage == 1 else 8, "checkpoint_steps": 10})
+    config.write_text(
+        yaml.safe_dump(yaml.safe_load(config.read_text()) | ({"medusa2": STAGE_TWO} if stage == 2 else {}))
+    )
+    root, heads = tmp_path / "root", tmp_path / "root" / "artifacts" / "heads"
+    options = ["--config", str(config), "--until", f"train-medusa{stage}"]
+
+    def far_enough() -> bool:
+        finished = len(list(heads.glob("*/manifest.json")))
+        return finished == stage - 1 and any(heads.glob("*.partial/.checkpoints/latest"))
+
+    kill_when([str(MEDUSA), "run", "--root", str(root), *options], far_enough)
+    partial = next(heads.glob("*.partial"))
     assert not (partial / "heads").exists()
-    assert run_medusa(*command[1:]).returncode == 0
-    resumed = root / "artifacts" / "heads" / partial.name.removesuffix(".partial")
+    assert run_medusa("run", "--root", root, *options).returncode == 0
+    resumed = heads / partial.name.removesuffix(".partial")
     undisturbed = tmp_path / "undisturbed"
-    (undisturbed / "artifacts").mkdir(parents=True)
-    for kind in ("backbone", "prompts", "distill", "teacher"):
-        (undisturbed / "artifacts" / kind).symlink_to(root / "artifacts" / kind)
-    again = ["run", "--config", str(config), "--root", str(undisturbed), "--until", "train-medusa1"]
-    assert run_medusa(*again).returncode == 0
+    for kind in ("backbone", "prompts", "distill", "teacher", "heads"):
+        (undisturbed / "artifacts" / kind).mkdir(parents=True)
+        for made in (root / "artifacts" / kind).iterdir():
+            if made != resumed:
+                (undisturbed / "artifacts" / kind / made.name).symlink_to(made)
+    assert run_medusa("run", "--root", undisturbed, *options).returncode == 0
     straight = undisturbed / "artifacts" / "heads" / resumed.name
+    assert not straight.is_symlink()
     curves = [
         [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()] for path in (resumed, straight)
     ]

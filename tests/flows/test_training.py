@@ -133,3 +133,22 @@ def test_every_weight_may_train_from_a_cached_teacher(toy_run: Any, tmp_path: Pa
     assert 0 < evaluations[-1]["quality"]["kl"]["value"] < 0.05
     assert sum(evaluations[-1]["loss"]) < sum(evaluations[0]["loss"])
     assert not (found["train-medusa2 heads"] / "adapter").exists()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_zero_stage_changes_where_things_lie_and_not_what_is_trained(
+    toy_run: Any, tmp_path: Path, stage: int
+) -> None:
+    """Catches gradients that are not summed over the ranks, heads saved as the part that one rank holds, and
+    evaluations that wait for ever for the other ranks' parameters."""
+    plain, _ = train(toy_run, tmp_path / "plain", "placement.train_workers=2")
+    spread, path = train(toy_run, tmp_path / "spread", "placement.train_workers=2", f"train.zero_stage={stage}")
+    assert spread == pytest.approx(plain, rel=2e-3)
+    assert all(tensor.numel() for tensor in load_file(path / "heads" / "heads.safetensors").values())
+    joint = ("placement.train_workers=2", "medusa2.lora.dropout=0", "medusa2.epochs=1")
+    whole = train_jointly(toy_run, tmp_path / "whole", *joint)["train-medusa2 heads"]
+    parts = train_jointly(toy_run, tmp_path / "parts", *joint, f"medusa2.zero_stage={stage}")["train-medusa2 heads"]
+    losses = [[row["heads"] for row in history(each)[0]] for each in (whole, parts)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2, abs=1e-5)
+    kl = [history(each)[1][-1]["quality"]["kl"]["value"] for each in (whole, parts)]
+    assert kl[1] == pytest.approx(kl[0], rel=0.2, abs=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 import torch
@@ -146,6 +147,26 @@ def test_training_cannot_touch_a_shared_lm_head() -> None:
     heads = MedusaHeads(HeadsConfig(num_heads=2, lm_head="shared", vocab=None), lm_weight_VD=weight, lm_bias_V=bias)
     assert not any("projection" in name for name, _ in heads.named_parameters())
     assert not any("projection" in name for name in heads.state_dict())
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_a_detached_copy_says_the_same_and_shares_nothing(lm_head: Literal["own", "shared"]) -> None:
+    """Catches a shared projection, or a bias, that the copy has as zeros, and hooks that come along."""
+    torch.manual_seed(0)
+    config = HeadsConfig(num_heads=2, lm_head=lm_head, block="mlp", vocab=5)
+    heads = MedusaHeads(
+        config, lm_weight_VD=torch.randn(9, 4), lm_bias_V=torch.randn(9), vocab_map_C=torch.tensor([1, 2, 4, 6, 8])
+    )
+    for parameter in heads.parameters():
+        parameter.data.normal_()
+    heads.blocks[0].register_forward_hook(lambda *a: pytest.fail("a hook came along"))
+    hidden = torch.randn(3, 4)
+    copy = heads.detached()
+    said = copy(hidden)
+    heads.blocks[0]._forward_hooks.clear()
+    assert torch.equal(said, heads(hidden))
+    heads.blocks[0].bias.data += 1
+    assert torch.equal(said, copy(hidden)) and not any(p.requires_grad for p in copy.parameters())
 
 
 def test_trained_heads_leave_the_backbone_as_it_was(toy: LlamaForCausalLM, toy_heads: MedusaHeads) -> None:
