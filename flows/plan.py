@@ -30,6 +30,8 @@ ASSUMED: dict[str, float] = {
     "teacher positions per second": 850,
     "trained positions per second": 1900,
     "minutes to start training": 0.7,
+    "jointly trained positions per second": 105,
+    "jointly evaluated positions per second": 130,
     "minutes of the latency stage": 4.0,
     "minutes of the benchmark beyond its timed part": 4.1,
 }
@@ -121,10 +123,12 @@ def _read_prompts(config: RunConfig, prompts: Artifact | None) -> dict[str, list
 def _costs(
     config: RunConfig, prompts: Mapping[str, list[Prompt]], backbone: Artifact | None
 ) -> dict[str, dict[str, Any]]:
-    hidden, vocab = 576, 49152
+    # The embedded backbone, until another one is known.
+    hidden, vocab, merged = 576, 49152, 134_515_008 + 49152 * 576
     if backbone is not None:
         info = backbone_info(backbone)
         hidden, vocab = info.hidden_size, info.vocab_size
+        merged = info.parameters + (vocab * hidden if info.tie_word_embeddings else 0)
 
     def answered(split: str) -> int:
         turns = sum(min(len(prompt.turns), config.distill.max_turns) for prompt in prompts[split])
@@ -154,10 +158,32 @@ def _costs(
             "minutes": train * config.train.epochs / ASSUMED["trained positions per second"] / 60
             + ASSUMED["minutes to start training"],
         },
+        **_joint_costs(config, train, answered("calibration"), merged),
         "latency": {"minutes": ASSUMED["minutes of the latency stage"]},
         "benchmark": {
             "minutes": config.benchmark.max_minutes + ASSUMED["minutes of the benchmark beyond its timed part"]
         },
+    }
+
+
+def _joint_costs(config: RunConfig, train: int, held_out: int, merged: int) -> dict[str, dict[str, Any]]:
+    """Stage 2, its adapter left out: the merged model, its LM head untied, is most of what it writes."""
+    joint = config.medusa2
+    if joint is None:
+        return {}
+    # Held-out conversations are looked at before the first epoch and after each, and answered anew at the end.
+    seconds = (
+        train * joint.epochs / ASSUMED["jointly trained positions per second"]
+        + held_out * (joint.epochs + 1) / ASSUMED["jointly evaluated positions per second"]
+        + held_out / ASSUMED["distilled tokens per second"]
+        + held_out / ASSUMED["teacher positions per second"]
+    )
+    return {
+        "train-medusa2": {
+            "tokens": train * joint.epochs,
+            "bytes": merged * dtype_of(joint.dtype).itemsize,
+            "minutes": seconds / 60 + ASSUMED["minutes to start training"],
+        }
     }
 
 
