@@ -208,7 +208,7 @@ class _Live(_Contestant):
 
 
 class _Cached(_Live):
-    """Ours, as the pipeline trains: stored hidden states, the shared layout's truncated vocabulary."""
+    """Ours, from stored hidden states with a truncated vocabulary."""
 
     def make_heads(self) -> MedusaHeads:
         config = HeadsConfig(num_heads=self.spec["num_heads"], vocab=self.spec["vocab"])

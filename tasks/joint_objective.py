@@ -151,8 +151,10 @@ class JointObjective(nn.Module):
 
     def _lm_sum(self, hidden_PD: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Summed divergence from the teacher, or cross-entropy, some positions' logits at a time."""
-        targets = {"adapter_off": lambda: (self.teacher_hidden(batch),), "top_k": lambda: batch.teacher}
-        target = targets.get(self.teacher, lambda: (batch.next_P,))()
+        if self.teacher == "adapter_off":
+            target: tuple[torch.Tensor, ...] = (self.teacher_hidden(batch),)
+        else:
+            target = batch.teacher if self.teacher == "top_k" else (batch.next_P,)
         total = hidden_PD.new_zeros((), dtype=torch.float32)
         for part in torch.arange(len(hidden_PD), device=hidden_PD.device).split(_CHUNK):
             arguments = (hidden_PD[part], *(each[part] for each in target))

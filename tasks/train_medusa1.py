@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
 from medusa_core.heads import HeadsConfig
-from tasks.backbone import backbone_identity, backbone_info, model_dir
+from tasks.backbone import backbone_info, model_dir
 from tasks.distill import shard_paths as distill_shards
 from tasks.stage import Context
 from tasks.teacher import shard_paths as teacher_shards
-from tasks.train_run import PROGRESS, run_training, trained_counts
+from tasks.train_run import PROGRESS, data_inputs, run_training, trained_counts
 from tasks.training_data import count_positions, frequent_tokens, pair_shards
 
 KIND, STAGE_VERSION = "heads", 1
@@ -62,13 +62,13 @@ def train_medusa1(
         "train": config.model_dump(mode="json", exclude={"checkpoint_steps"}),
         "heads": heads.model_dump(mode="json"),
     }
-    inputs = {
-        "backbone": backbone_identity(backbone),
-        "distill": distill.digest(),
-        "teacher": teacher.digest(),
-        "held_out_distill": held_out_distill.digest(),
-        "held_out_teacher": held_out_teacher.digest(),
-    }
+    inputs = data_inputs(
+        backbone,
+        distill=distill,
+        teacher=teacher,
+        held_out_distill=held_out_distill,
+        held_out_teacher=held_out_teacher,
+    )
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
 
     def build(partial: Path) -> dict[str, Any]:

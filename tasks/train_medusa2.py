@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infra.artifacts import Artifact, artifact_key
 from infra.errors import UserError
-from tasks.backbone import BackboneConfig, backbone_identity, backbone_info, model_dir, resolve_backbone
+from tasks.backbone import BackboneConfig, backbone_info, model_dir, resolve_backbone
 from tasks.distill import shard_paths as distill_shards
 from tasks.stage import Context
 from tasks.teacher import shard_paths as teacher_shards
-from tasks.train_run import PROGRESS, run_training, trained_counts
+from tasks.train_run import PROGRESS, data_inputs, run_training, trained_counts
 from tasks.training_data import count_positions, pair_shards
 
 KIND, STAGE_VERSION = "heads", 1
@@ -85,22 +85,20 @@ def train_medusa2(
     """Trains backbone and heads; the artifact holds heads, adapter, merged model, curve, evaluation and quality."""
     info = backbone_info(backbone)
     semantic = {"train": config.model_dump(mode="json", exclude={"checkpoint_steps"})}
-    inputs = {
-        "backbone": backbone_identity(backbone),
-        "heads": heads.digest("heads"),
-        "distill": distill.digest(),
-        "teacher": teacher.digest(),
-        "held_out_distill": held_out_distill.digest(),
-        "held_out_teacher": held_out_teacher.digest(),
-    }
+    inputs = data_inputs(
+        backbone,
+        distill=distill,
+        teacher=teacher,
+        held_out_distill=held_out_distill,
+        held_out_teacher=held_out_teacher,
+    ) | {"heads": heads.digest("heads")}
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
 
     def build(partial: Path) -> dict[str, Any]:
-        shards = pair_shards(distill_shards(distill), teacher_shards(teacher))
+        paired = pair_shards(distill_shards(distill), teacher_shards(teacher))
         # A shard of empty answers would make a batch of none.
-        shards = [shard for shard in shards if count_positions(shard)]
-        counts = [count_positions(shard) for shard in shards]
-        if not shards:
+        counted = {shard: count for shard in paired if (count := count_positions(shard))}
+        if not counted:
             raise UserError("there is nothing to train on: no distilled answer has a position that trains")
         from tasks.joint_loop import joint_loop, total_steps
 
@@ -116,9 +114,9 @@ def train_medusa2(
         name = f"{info.name}-medusa2"
         spec = {
             "config": config.model_dump() | {"accumulation": config.batch_conversations // passes},
-            "shards": shards,
-            "counts": counts,
-            "rows": [_rows(shard[1]) for shard in shards],
+            "shards": list(counted),
+            "counts": list(counted.values()),
+            "rows": [_rows(shard[1]) for shard in counted],
             "held_out": pair_shards(distill_shards(held_out_distill), teacher_shards(held_out_teacher)),
             "backbone": model_dir(backbone),
             "backbone_digest": info.digest,
@@ -133,7 +131,7 @@ def train_medusa2(
             joint_loop, spec, total_steps(spec), workers=workers, threads=max(1, context.cluster.cpus // workers)
         )
         _complete(model_dir(backbone), partial / _MERGED / name)
-        return trained_counts(partial, sum(counts))
+        return trained_counts(partial, sum(counted.values()))
 
     return context.store.produce(KIND, key, inputs=inputs, config=semantic, build=build)
 

@@ -7,11 +7,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infra.artifacts import Artifact
 from infra.progress import followed, track
 from medusa_core.checkpoint import WEIGHTS
+from tasks.backbone import backbone_identity
 from tasks.stage import dtype_of
 
 PROGRESS = ".progress.json"
+
+
+def data_inputs(
+    backbone: Artifact, *, distill: Artifact, teacher: Artifact, held_out_distill: Artifact, held_out_teacher: Artifact
+) -> dict[str, str]:
+    """What both stages' keys depend on: the backbone and the data they train and evaluate on."""
+    return {
+        "backbone": backbone_identity(backbone),
+        "distill": distill.digest(),
+        "teacher": teacher.digest(),
+        "held_out_distill": held_out_distill.digest(),
+        "held_out_teacher": held_out_teacher.digest(),
+    }
 
 
 def run_training(
