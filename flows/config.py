@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from infra.errors import UserError
 from medusa_core.heads import HeadsConfig
@@ -54,6 +54,22 @@ class RunConfig(BaseModel):
     benchmark: BenchmarkConfig = Field(default_factory=BenchmarkConfig)
     publish: PublishConfig = Field(default_factory=PublishConfig)
     placement: Placement = Field(default_factory=Placement)
+
+    @model_validator(mode="after")
+    def _quantized_teaches_nothing_new(self) -> RunConfig:
+        bits = self.backbone.quantization
+        if bits and self.medusa2:
+            raise ValueError(
+                f"medusa2 would train a backbone whose weights are {bits}: what it changes there can't be merged back, "
+                "and its teacher would be the quantized model; leave backbone.quantization out"
+            )
+        if bits and self.distill.answers == "model":
+            raise ValueError(
+                f"self-distillation on an {bits} backbone would teach what the quantized model says, not what "
+                "the model does: leave backbone.quantization out, or train on your own conversations "
+                "(distill.answers: source)"
+            )
+        return self
 
     @field_validator("name")
     @classmethod

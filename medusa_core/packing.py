@@ -99,7 +99,10 @@ def pack_linears(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> int:
     linears = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and can_pack(module.weight.dtype, module.weight.device)
+        if type(module) is nn.Linear
+        # A quantized weight is a tensor of a kind of its own.
+        and type(module.weight) is nn.Parameter
+        and can_pack(module.weight.dtype, module.weight.device)
     }
     count = len(linears)
     for group in groups:

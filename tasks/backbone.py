@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,6 +41,7 @@ from infra.artifacts import (
 from infra.errors import UserError
 from medusa_core.checkpoint import weights_digest
 from tasks.model_sources import check_causal, convert_gguf, download_snapshot, embedded_gguf, in_short, model_files
+from tasks.quantization import Quantization, loading_options
 
 STAGE_VERSION = 1
 KIND = "backbone"
@@ -59,6 +60,9 @@ class BackboneConfig(BaseModel):
     revision: str | None = None
     chat_template: str | None = None
     trust_remote_code: bool = False
+    quantization: Quantization | None = Field(
+        None, description="weights of the frozen backbone in 8 or 4 bits wherever it runs; int4 needs CUDA"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +113,7 @@ def resolve_backbone(store: ArtifactStore, config: BackboneConfig) -> Artifact:
         "revision": source.revision,
         "chat_template": template,
         "trust_remote_code": config.trust_remote_code,
-    }
+    } | ({"quantization": config.quantization} if config.quantization else {})
     key = artifact_key(KIND, STAGE_VERSION, inputs=source.identity, config=semantic)
 
     def build(partial: Path) -> Mapping[str, Any]:
@@ -133,9 +137,11 @@ def backbone_info(artifact: Artifact) -> BackboneInfo:
 
 
 def backbone_identity(artifact: Artifact) -> str:
-    """What answers depend on: weights, tokenizer, chat template. The same under another name is the same."""
-    info = backbone_info(artifact)
-    return digest_json([info.digest, info.tokenizer_digest, info.chat_template_digest])
+    """What answers depend on: weights, in how many bits they are, tokenizer, chat template. The same under another
+    name is the same."""
+    info, quantization = backbone_info(artifact), artifact.config.get("quantization")
+    parts = [info.digest, info.tokenizer_digest, info.chat_template_digest]
+    return digest_json(parts if quantization is None else [*parts, quantization])
 
 
 def model_dir(artifact: Artifact) -> Path:
@@ -144,14 +150,24 @@ def model_dir(artifact: Artifact) -> Path:
 
 
 def load_model(path: Path, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """The frozen model in eval mode, from a model directory; UserError if any tensor is missing."""
+    """The frozen model in eval mode, from a model directory, quantized if its artifact was asked for so; UserError if
+    any tensor is missing."""
+    said = _said_of(path)
+    quantization: Quantization | None = said.get("quantization")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, local_files_only=True, trust_remote_code=_is_trusted(path), output_loading_info=True
+        path,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=bool(said.get("trust_remote_code")),
+        output_loading_info=True,
+        **loading_options(quantization, device),
     )
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise UserError(f"{path} lacks {len(missing)} tensors of its model, the first {missing[0]!r}: get it again")
-    return model.to(device).eval().requires_grad_(False)
+    if quantization is None:
+        model = model.to(device)
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -161,8 +177,13 @@ def load_tokenizer(path: Path) -> Any:
 
 def _is_trusted(path: Path) -> bool:
     """Whether the user trusts the code in a model directory: what was said when its artifact was made, else no."""
+    return bool(_said_of(path).get("trust_remote_code"))
+
+
+def _said_of(path: Path) -> dict[str, Any]:
+    """What the user said of a model directory when its artifact was made; nothing of one that is no artifact's."""
     manifest = path.parent / MANIFEST
-    return manifest.is_file() and bool(json.loads(manifest.read_text())["config"].get("trust_remote_code"))
+    return dict(json.loads(manifest.read_text())["config"]) if manifest.is_file() else {}
 
 
 def _locate(config: BackboneConfig) -> _Source:

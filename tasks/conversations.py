@@ -44,8 +44,15 @@ class ChatFormat:
         ids = self._encode(text.rsplit(_ANSWER, 1)[1])
         return ids[1:] if answer_ended and ids and ids[0] in self.eos else ids
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    def said(self, answer: str) -> list[int]:
+        """Ids of an answer that somebody wrote, closed by the token that ends an answer in the template (if it has
+        one)."""
+        text = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}], ask=False)
+        ending = self._encode(text.rsplit(_ANSWER, 1)[-1])[:1]
+        return [*self._encode(answer), *(token for token in ending if token in self.eos)]
+
+    def _render(self, messages: list[dict[str, str]], *, ask: bool = True) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
 
     def _encode(self, text: str) -> list[int]:
         # The template writes every special token itself.
@@ -54,14 +61,16 @@ class ChatFormat:
 
 @dataclass
 class Conversation:
-    """One request being answered turn by turn: the ids so far and which of them the model generated."""
+    """One request being answered turn by turn: the ids so far and which of them are answers. `given` are answers that
+    come from the source and not from the model; they were drawn at no temperature."""
 
     sample_id: str
     conversation_id: str
     category: str
     turns: list[str]
-    temperature: float
+    temperature: float | None
     seed: int
+    given: list[str] = field(default_factory=list)
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     answered: int = 0
@@ -83,7 +92,7 @@ class Conversation:
         return self.input_ids
 
     def answer(self, tokens: list[int], finish_reason: str) -> None:
-        """Appends what the model generated, end-of-text included."""
+        """Appends an answer, end-of-text included."""
         self.input_ids = self.input_ids + tokens
         self.loss_mask += [True] * len(tokens)
         self.answered += 1

@@ -1,7 +1,8 @@
 """Stage `distill`: the backbone answers the prompts of one split, into Parquet shards over fixed request ranges.
 
-A request is a prompt at one temperature. A shard is answered by one actor with a fixed batch size and a seed per
-request, so it can be made again bit for bit; a finished shard is never answered twice. Knows nothing of heads.
+A request is a prompt at one temperature, or a conversation that its source has answered already. A shard is answered by
+one actor with a fixed batch size and a seed per request, so it can be made again bit for bit; a finished shard is never
+answered twice. Knows nothing of heads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,9 +50,15 @@ REJECTED_SCHEMA = pa.schema([("sample_id", pa.string()), ("reason", pa.string())
 
 
 class DistillConfig(BaseModel):
-    """How the backbone answers. One sample of every prompt is drawn at each temperature (0 is greedy)."""
+    """How the backbone answers. One sample of every prompt is drawn at each temperature (0 is greedy).
+
+    `answers: source` trains on real data instead: what the sources' own conversations answer. The calibration split is
+    answered by the backbone all the same, because what it says is what will be drafted.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    answers: Literal["model", "source"] = "model"
 
     temperatures: tuple[float, ...] = Field((0.0, 0.7), min_length=1)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -66,25 +73,26 @@ class DistillConfig(BaseModel):
 def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prompts: Artifact, split: str) -> Artifact:
     """Answers one split. Every request ends as a row or, with a reason, in `rejected/`."""
     info = backbone_info(backbone)
-    semantic = config.model_dump(mode="json") | {"split": split}
+    from_source = config.answers == "source" and split == "train"
+    semantic = config.model_dump(mode="json", exclude=None if from_source else {"answers"}) | {"split": split}
     inputs = {"backbone": backbone_identity(backbone), "prompts": prompts.digest(f"{split}.parquet")}
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
 
     def build(partial: Path) -> dict[str, Any]:
-        requests = _requests(read_split(prompts, split), config)
+        requests = (_given if from_source else _requests)(read_split(prompts, split), config)
         shards = _even_parts(requests, config.shard_size)
         if not shards:
-            raise UserError(f"the {split} split has no prompts: add sources, or give the split a larger share")
+            what = "conversations with answers" if from_source else "prompts"
+            raise UserError(f"the {split} split has no {what}: add sources, or give the split a larger share")
         pending = [i for i in range(len(shards)) if not _shard_path(partial, i).exists()]
         with track(f"distill {split}", len(requests), "answers") as progress:
             progress.skip(len(requests) - sum(len(shards[i]) for i in pending))
             if pending:
-                arguments = {
-                    "model": model_dir(backbone),
-                    "config": config,
-                    "device": context.placement.resolved_device(),
-                    "eos_token_ids": info.eos_token_ids,
-                }
+                arguments = {"model": model_dir(backbone), "config": config, "eos_token_ids": info.eos_token_ids}
+                if from_source:
+                    arguments["context_length"] = info.context_length
+                else:
+                    arguments["device"] = context.placement.resolved_device()
                 # The longest conversations stand last and take longest: begun first, they don't leave one actor alone.
                 work = [(_shard_path(partial, i), shards[i]) for i in reversed(pending)]
                 finished = progress.done
@@ -96,7 +104,7 @@ def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prom
                     return finished + answers, f"{tokens:,} tokens"
 
                 with followed(progress, read):
-                    for _ in context.map(Answerer, arguments, work):
+                    for _ in context.map(Reciter if from_source else Answerer, arguments, work):
                         pass
         return _counts(partial, len(requests))
 
@@ -111,7 +119,7 @@ def shard_paths(artifact: Artifact) -> list[Path]:
 class Answerer:
     """One generation actor: the model loaded once, shards answered one after the other."""
 
-    def __init__(self, model: Path, config: DistillConfig, device: str, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, model: Path, config: DistillConfig, eos_token_ids: Sequence[int], device: str) -> None:
         self.config = config
         backbone = load_model(model, dtype_of(config.dtype), device)
         self.engine = MedusaEngine(backbone, eos_token_ids=eos_token_ids, pack=True)
@@ -128,10 +136,7 @@ class Answerer:
                 rejected.append((conversation.sample_id, reason))
             else:
                 rows.append(conversation)
-        rows.sort(key=lambda row: row.sample_id)
-        columns = [[r[0] for r in rejected], [r[1] for r in rejected]]
-        write_table(path.parent / "rejected" / path.name, pa.table(columns, schema=REJECTED_SCHEMA))
-        write_table(path, self._table(rows))
+        _write_shard(path, rows, rejected, self.chat)
 
     def _answer(self, requests: list[Conversation], progress: _ShardProgress) -> list[tuple[Conversation, str]]:
         """Keeps `batch_size` turns in flight until every conversation is answered or rejected."""
@@ -189,20 +194,48 @@ class Answerer:
             longest = max(longest, asked + self.config.max_new_tokens * len(request.turns))
         return min(longest, self.engine.context_length) + 1
 
-    def _table(self, rows: list[Conversation]) -> pa.Table:
-        decode = self.chat.tokenizer.decode
-        columns = {
-            "sample_id": [row.sample_id for row in rows],
-            "conversation_id": [row.conversation_id for row in rows],
-            "category": [row.category for row in rows],
-            "input_ids": [row.input_ids for row in rows],
-            "loss_mask": [row.loss_mask for row in rows],
-            "finish_reason": [row.finish_reason for row in rows],
-            "temperature": [row.temperature for row in rows],
-            "seed": [row.seed for row in rows],
-            "text": [decode([t for t, own in zip(row.input_ids, row.loss_mask, strict=True) if own]) for row in rows],
-        }
-        return pa.table(columns, schema=SCHEMA)
+
+class Reciter:
+    """One actor that answers nothing: it takes the answers that the source gives, cut at the budget of a turn."""
+
+    def __init__(self, model: Path, config: DistillConfig, eos_token_ids: Sequence[int], context_length: int) -> None:
+        self.most, self.context_length = config.max_new_tokens, context_length
+        self.chat = ChatFormat(load_tokenizer(model), eos_token_ids)
+
+    def run(self, shard: tuple[Path, list[Conversation]]) -> None:
+        path, requests = shard
+        rows: list[Conversation] = []
+        rejected: list[tuple[str, str]] = []
+        for conversation in requests:
+            for answer in conversation.given:
+                conversation.ask(self.chat)
+                tokens = self.chat.said(answer)
+                conversation.answer(tokens[: self.most], "stop" if len(tokens) <= self.most else "length")
+            if len(conversation.input_ids) > self.context_length:
+                rejected.append((conversation.sample_id, f"over-long: {len(conversation.input_ids)} tokens"))
+            else:
+                rows.append(conversation)
+        _write_shard(path, rows, rejected, self.chat)
+
+
+def _write_shard(path: Path, rows: list[Conversation], rejected: list[tuple[str, str]], chat: ChatFormat) -> None:
+    """The rejected requests first: the rows' file means that the shard is done."""
+    rows.sort(key=lambda row: row.sample_id)
+    refused = [[r[0] for r in rejected], [r[1] for r in rejected]]
+    write_table(path.parent / "rejected" / path.name, pa.table(refused, schema=REJECTED_SCHEMA))
+    decode = chat.tokenizer.decode
+    columns = {
+        "sample_id": [row.sample_id for row in rows],
+        "conversation_id": [row.conversation_id for row in rows],
+        "category": [row.category for row in rows],
+        "input_ids": [row.input_ids for row in rows],
+        "loss_mask": [row.loss_mask for row in rows],
+        "finish_reason": [row.finish_reason for row in rows],
+        "temperature": [row.temperature for row in rows],
+        "seed": [row.seed for row in rows],
+        "text": [decode([t for t, own in zip(row.input_ids, row.loss_mask, strict=True) if own]) for row in rows],
+    }
+    write_table(path, pa.table(columns, schema=SCHEMA))
 
 
 def _even_parts(requests: list[Conversation], most: int) -> list[list[Conversation]]:
@@ -253,6 +286,23 @@ def _requests(prompts: list[Prompt], config: DistillConfig) -> list[Conversation
         )
         for prompt, turns in cut
         for index, temperature in enumerate(config.temperatures)
+    ]
+
+
+def _given(prompts: list[Prompt], config: DistillConfig) -> list[Conversation]:
+    """Every prompt whose source answers it, as far as it does."""
+    answered = [(prompt, min(config.max_turns, len(prompt.answers))) for prompt in prompts if prompt.answers]
+    return [
+        Conversation(
+            sample_id=f"{prompt.prompt_id}#source",
+            conversation_id=prompt.prompt_id,
+            category=prompt.category,
+            turns=list(prompt.turns[:count]),
+            temperature=None,
+            seed=0,
+            given=list(prompt.answers[:count]),
+        )
+        for prompt, count in answered
     ]
 
 

@@ -8,6 +8,7 @@ Knows nothing of tokenizers or models: `max_prompt_chars` counts characters.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import unicodedata
 from collections import Counter
@@ -24,18 +25,19 @@ from infra.artifacts import Artifact, ArtifactStore, artifact_key, remove_partia
 from infra.errors import UserError
 from tasks.prompt_sources import TURN_COLUMNS, PromptSource, open_source
 
-STAGE_VERSION = 1
+STAGE_VERSION = 2
 KIND = "prompts"
 SPLITS = ("train", "calibration", "benchmark")
 SCHEMA = pa.schema(
-    [(name, pa.string()) for name in ("prompt_id", "category", "source", "split")] + [("turns", pa.list_(pa.string()))]
+    [(name, pa.string()) for name in ("prompt_id", "category", "source", "split")]
+    + [(name, pa.list_(pa.string())) for name in ("turns", "answers")]
 )
 REJECTED_SCHEMA = pa.schema(
     [("source", pa.string()), ("row", pa.int64()), ("reason", pa.string()), ("text", pa.string())]
 )
 # Reasons that blame the row itself; the other two ("duplicate", "beyond limit") say that a good row wasn't needed.
 BAD = ("empty", "not text", "role-less", "over-long")
-_USER_ROLES = {"user", "human"}
+_USER_ROLES, _ANSWER_ROLES = {"user", "human"}, {"assistant", "gpt", "model"}
 _EXCERPT = 200
 
 log = logging.getLogger(__name__)
@@ -64,12 +66,14 @@ class PromptsConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One seed conversation: the user's turns, in order. `prompt_id` is unique within its split."""
+    """One seed conversation: the user's turns, in order, and the answers that the source itself gives to the first of
+    them (all, some or none). `prompt_id` is unique within its split."""
 
     prompt_id: str
     category: str
     source: str
     turns: tuple[str, ...]
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def read_split(artifact: Artifact, split: str) -> list[Prompt]:
     if split not in SPLITS:
         raise UserError(f"there is no split {split!r}; splits are {', '.join(SPLITS)}")
     rows = pq.read_table(artifact.file(f"{split}.parquet")).to_pylist()
-    return [Prompt(r["prompt_id"], r["category"], r["source"], tuple(r["turns"])) for r in rows]
+    return [Prompt(r["prompt_id"], r["category"], r["source"], tuple(r["turns"]), tuple(r["answers"])) for r in rows]
 
 
 def normalise(turns: Sequence[str]) -> str:
@@ -195,7 +199,7 @@ def _read_row(row: int, value: Any, label: str, config: PromptsConfig) -> _Candi
     """A row as a candidate; raises _Rejected with the reason."""
     if not isinstance(value, dict):
         raise _Rejected("not text")
-    turns = tuple(_user_turns(value))
+    turns, answers = _turns(value)
     if not turns or not all(turn.strip() for turn in turns):
         raise _Rejected("empty")
     if sum(map(len, turns)) > config.max_prompt_chars:
@@ -207,25 +211,41 @@ def _read_row(row: int, value: Any, label: str, config: PromptsConfig) -> _Candi
         category=str(value.get("category") or "general"),
         source=str(value.get("source") or label),
         turns=turns,
+        answers=answers,
     )
     return _Candidate(prompt, row, digest, assign_split(digest, config.split))
 
 
-def _user_turns(row: Mapping[str, Any]) -> Iterator[str]:
+def _turns(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The user's turns, and the answers to the first of them up to the first turn that has none."""
+    turns: list[str] = []
+    answers: dict[int, str] = {}
+    for is_user, text in _spoken(row):
+        if is_user:
+            turns.append(text)
+        elif turns and text.strip():
+            answers.setdefault(len(turns) - 1, text)
+    given = itertools.takewhile(answers.__contains__, range(len(turns)))
+    return tuple(turns), tuple(answers[turn] for turn in given)
+
+
+def _spoken(row: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """(whether the user says it, text) for what user and model say; other roles are left out."""
     turns: Any = next((row[name] for name in TURN_COLUMNS if row.get(name) is not None), [])
     for turn in [turns] if isinstance(turns, str) else turns if isinstance(turns, list) else [None]:
+        role: Any = "user"
         if isinstance(turn, dict):
             role = turn.get("role", turn.get("from"))
             if not isinstance(role, str) or not role:
                 raise _Rejected("role-less")
-            if role.lower() not in _USER_ROLES:
+            if role.lower() not in _USER_ROLES | _ANSWER_ROLES:
                 continue
             turn = turn.get("content", turn.get("value"))
         if not isinstance(turn, str):
             raise _Rejected("not text")
         if any(0xD800 <= ord(char) <= 0xDFFF for char in turn):  # half a character: no tokenizer or Parquet takes it
             raise _Rejected("not text")
-        yield turn
+        yield role.lower() in _USER_ROLES, turn
 
 
 def _apply_limit(good: Sequence[_Candidate], config: PromptsConfig) -> tuple[list[_Candidate], list[_Candidate]]:

@@ -17,12 +17,23 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from flows.config import parse_config
 from infra.artifacts import Artifact, ArtifactStore
 from infra.errors import UserError
 from medusa_core.engine import MedusaEngine
 from medusa_core.sampling import SamplingParams
 from tasks import backbone, model_sources
-from tasks.backbone import BackboneConfig, backbone_info, load_model, load_tokenizer, model_dir, resolve_backbone
+from tasks.backbone import (
+    BackboneConfig,
+    backbone_identity,
+    backbone_info,
+    load_model,
+    load_tokenizer,
+    model_dir,
+    resolve_backbone,
+)
+from tasks.quantization import loading_options
+from tests import toys
 from tests.hub import COMMITS, TOKEN, Hub, load_artifact, run_apart, serve
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
@@ -325,3 +336,33 @@ def _free_port() -> int:
 
 def test_stage_version_is_stated() -> None:
     assert backbone.STAGE_VERSION == 1
+
+
+def test_an_int8_backbone_says_nearly_the_same_and_keeps_its_lm_head(store: ArtifactStore, toy_dir: Path) -> None:
+    """Catches a quantization asked for and not done, one of the LM head, and an engine that packs its weights."""
+    plain = resolve_backbone(store, BackboneConfig(model=str(toy_dir)))
+    small = resolve_backbone(store, BackboneConfig(model=str(toy_dir), quantization="int8"))
+    assert plain.key != small.key and backbone_identity(plain) != backbone_identity(small)
+    models = [load_model(model_dir(artifact), torch.float32) for artifact in (plain, small)]
+    kinds = [type(model.model.layers[0].mlp.down_proj.weight).__name__ for model in models]
+    assert kinds[0] == "Parameter" and "Int8" in kinds[1]
+    assert torch.equal(*(model.get_output_embeddings().weight for model in models))
+    prompt = toys.prompt_ids([3, 4])
+    logits = [model(torch.tensor([prompt])).logits.log_softmax(-1) for model in models]
+    assert 0 < float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).max()) < 0.05
+    engine = MedusaEngine(models[1], eos_token_ids=[toys.END], pack=True)
+    straight = models[1].generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+    (answer,) = engine.generate([prompt], SamplingParams(12))
+    assert list(answer.tokens) == straight.tolist()
+
+
+def test_what_quantization_rules_out_is_said_before_anything_runs(toy_dir: Path) -> None:
+    values = {"backbone": {"model": str(toy_dir), "quantization": "int8"}}
+    with pytest.raises(UserError, match="self-distillation on an int8 backbone"):
+        parse_config(values)
+    values["distill"] = {"answers": "source"}
+    assert parse_config(values).backbone.quantization == "int8"
+    with pytest.raises(UserError, match="medusa2 would train a backbone whose weights are int8"):
+        parse_config(values | {"medusa2": {}})
+    with pytest.raises(UserError, match="int4 needs a CUDA device"):
+        loading_options("int4", "cpu")

@@ -66,3 +66,11 @@ def test_a_template_that_rewrites_answers_is_refused() -> None:
 def test_seeds_depend_on_their_parts_only() -> None:
     assert stable_seed(0, "a", 1) == 2567054096787269053
     assert len({stable_seed(0, "a", 1), stable_seed(0, "a", 2), stable_seed(1, "a", 1), stable_seed(0, "a1", "")}) == 4
+
+
+def test_a_given_answer_is_closed_as_the_template_closes_it(chat: ChatFormat) -> None:
+    """Catches heads that never learn to draft the end of an answer, and an end that the template doesn't have."""
+    assert chat.said("w5 w6") == [5, 6, toys.END]
+    tokenizer = toys.tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "")
+    assert ChatFormat(tokenizer, [toys.END]).said("w5 w6") == [5, 6]

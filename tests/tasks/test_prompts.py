@@ -87,6 +87,7 @@ def test_each_bad_row_is_rejected_with_its_reason_and_the_rest_go_on(store: Arti
     assert set(kept) == {("Good one",), ("Good two",), ("Good three",), ("Good four",), ("a string is one turn",)}
     one, two = kept[("Good one",)], kept[("Good two",)]
     assert (one.prompt_id, one.category, one.source) == ("g1", "math", "me")
+    assert one.answers == () and kept[("Good three",)].answers == kept[("Good four",)].answers == ("no",)
     assert two.prompt_id.startswith("p-") and (two.category, two.source) == ("general", "p")
     reasons = {row["row"]: row["reason"] for row in rejected(artifact)}
     expected = {4: "duplicate", 5: "empty", 6: "empty", 7: "empty", 8: "role-less", 9: "over-long", 10: "not text"}
@@ -94,6 +95,15 @@ def test_each_bad_row_is_rejected_with_its_reason_and_the_rest_go_on(store: Arti
     assert reasons == expected
     assert artifact.counts["rows"] == len(rows) == artifact.counts["kept"] + artifact.counts["rejected"]
     assert artifact.counts["reasons"] == dict(Counter(expected.values()))
+
+
+def test_answers_are_kept_up_to_the_first_turn_without_one(store: ArtifactStore, tmp_path: Path) -> None:
+    """Catches an answer that moves to another turn when one is missing, empty, or given twice."""
+    spoken = [("system", "be kind"), ("gpt", "early"), ("human", "a"), ("gpt", "A"), ("gpt", "again"), ("human", "b")]
+    spoken += [("gpt", " "), ("human", "c"), ("gpt", "C")]
+    row = {"conversations": [{"from": who, "value": text} for who, text in spoken]}
+    (prompt,) = everything(collect(store, write_lines(tmp_path / "p.jsonl", [row])))
+    assert (prompt.turns, prompt.answers) == (("a", "b", "c"), ("A",))
 
 
 def test_rows_that_vanish_are_noticed(store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
