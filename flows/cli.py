@@ -80,6 +80,8 @@ def run(
             print(json.dumps(planned, indent=2))
         else:
             print_plan(planned, out)
+        if planned["problems"]:
+            raise UserError("this can't be carried out: " + "; ".join(planned["problems"]))
         return
     log_to_terminal()
     # A failed stage is reported by this command, in one paragraph; Prefect would print its traceback first.

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from flows.costs import PlanConfig
 from infra.errors import UserError
 from medusa_core.heads import HeadsConfig
 from tasks.backbone import BackboneConfig
@@ -54,6 +55,7 @@ class RunConfig(BaseModel):
     benchmark: BenchmarkConfig = Field(default_factory=BenchmarkConfig)
     publish: PublishConfig = Field(default_factory=PublishConfig)
     placement: Placement = Field(default_factory=Placement)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
 
     @model_validator(mode="after")
     def _quantized_teaches_nothing_new(self) -> RunConfig:

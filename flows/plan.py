@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,21 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config import RunConfig
+from flows.costs import ASSUMED, GIB, GPUS, Costs, Workload
 from flows.stages import Run, Stage, stages_of
 from infra.artifacts import Artifact, ArtifactStore
-from tasks.backbone import backbone_info
+from tasks.backbone import is_local
+from tasks.model_shape import shape_of
+from tasks.prompt_sources import SourceUnreachable
 from tasks.prompts import SPLITS, Prompt, collect_prompts, read_split
-from tasks.stage import Context, dtype_of
-from tasks.teacher import plan_bytes
+from tasks.stage import Context
+from tasks.teacher import keeps_hidden
 
-# Measured with the embedded backbone on two cores (docs/performance.md); other models and machines will differ.
-ASSUMED: dict[str, float] = {
-    "tokens per answered turn as a share of max_new_tokens": 0.9,
-    "distilled tokens per second": 410,
-    "teacher positions per second": 850,
-    "trained positions per second": 1900,
-    "minutes to start training": 0.7,
-    "jointly trained positions per second": 105,
-    "jointly evaluated positions per second": 130,
-    "minutes of the latency stage": 4.0,
-    "minutes of the benchmark beyond its timed part": 4.1,
+_BITS = "choose a larger GPU"
+_WAYS_OUT = {
+    "distill": "choose a larger GPU, or lower distill.batch_size or distill.max_new_tokens",
+    "train-medusa1": "choose a larger GPU, more of them with train.zero_stage 1 to 3, or train.optimizer adamw_8bit",
+    "train-medusa2": "choose a larger GPU, more with medusa2.zero_stage 1 to 3, or medusa2.gradient_checkpointing",
 }
 
 
@@ -52,65 +49,111 @@ class _PlanStore(ArtifactStore):
 
 
 def make_plan(config: RunConfig, root: Path, until: str) -> dict[str, Any]:
-    """{stages: [{name, state, seconds, bytes}], assumptions, totals}; `state` is cached or run.
+    """{stages: [{name, state, tokens, minutes, bytes, memory}], problems, assumptions, totals}; a state is cached/run.
 
-    The prompts are read (that takes a second and writes nothing into the root's artifacts) to count requests.
+    The prompts are read (that takes a second and writes nothing into the root's artifacts) to count requests, and of
+    the backbone its configuration alone. `problems` says in sentences why the plan can't be carried out.
     """
     run = Run(config, Context(_PlanStore(root), config.placement))
     results: dict[str, Artifact] = {}
     states: dict[str, str] = {}
-    original: Artifact | None = None
     for stage in stages_of(config):
         states[stage.name] = _state(run, stage, results)
-        original = original or results.get("backbone")
         if stage.name == until:
             break
     else:
         states["publish"] = "run"
-    prompts = _read_prompts(config, results.get("prompts"))
-    costs = _costs(config, prompts, original)
+    work, prompts = _workload(config, results.get("prompts"))
+    shape = shape_of(config.backbone)
+    free = config.plan.disk_gib * GIB if config.plan.disk_gib else _free(root)
+    tokens = work.train + work.held_out
+    keep = keeps_hidden(config.teacher, tokens, shape.hidden, free)
+    costs = Costs(config, shape, work, keep_hidden=keep).stages()
     stages = [
         {"name": name, "state": state} | (costs.get(name, {}) if state == "run" else {})
         for name, state in states.items()
     ]
     return {
         "stages": stages,
-        "prompts": {split: len(rows) for split, rows in prompts.items()},
+        "backbone": {"model": config.backbone.model, "parameters": shape.parameters},
+        "machine": config.plan.model_dump(),
+        "prompts": prompts,
         "minutes": sum(stage.get("minutes", 0.0) for stage in stages),
         "bytes": sum(stage.get("bytes", 0) for stage in stages),
-        "free_bytes": _free(root),
+        "free_bytes": free,
+        "problems": list(_problems(config, stages, free)),
         "assumptions": ASSUMED,
     }
+
+
+def _problems(config: RunConfig, stages: list[dict[str, Any]], free: int) -> Iterator[str]:
+    """Why the plan can't be carried out: each generating or training GPU holds its model whole."""
+    if config.plan.gpu:
+        most = GPUS[config.plan.gpu].memory
+        for stage in stages:
+            need = stage.get("memory", 0) / GIB
+            if need > most:
+                yield (
+                    f"{stage['name']} needs {need:,.0f} GiB of memory on one {config.plan.gpu}, which has {most}, and "
+                    f"a model is not split over GPUs here: {_WAYS_OUT.get(stage['name'], _BITS)}"
+                )
+    if (need := sum(stage.get("bytes", 0) for stage in stages)) > free:
+        yield (
+            f"the artifacts take {need / GIB:,.0f} GiB, the disk has {free / GIB:,.0f} free: give another --root, or "
+            "leave hidden states to be made live (--set teacher.hidden=live)"
+        )
 
 
 def print_plan(plan: Mapping[str, Any], out: Console) -> None:
     """The plan as a table, its assumptions below it."""
     table = Table(title="plan (nothing has been run)", title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for column, side in (("stage", "left"), ("", "left"), ("tokens", "right"), ("on disk", "right"), ("min", "right")):
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    where = f"memory per {'GPU' if plan['machine']['gpu'] else 'worker'}"
+    for column in ("stage", "", "tokens", "on disk", where, "min"):
+        table.add_column(column, justify="left" if column in ("stage", "") else "right")
     for stage in plan["stages"]:
         tokens = f"{stage['tokens']:,}" if "tokens" in stage else ""
-        size = f"{stage['bytes'] / 2**20:,.0f} MiB" if "bytes" in stage else ""
+        size, memory = (_size(stage[each]) if each in stage else "" for each in ("bytes", "memory"))
         minutes = f"{stage['minutes']:.1f}" if "minutes" in stage else ""
-        table.add_row(stage["name"], stage["state"], tokens, size, minutes)
-    table.add_row("total", "", "", f"{plan['bytes'] / 2**20:,.0f} MiB", f"{plan['minutes']:.1f}", style="bold")
+        table.add_row(stage["name"], stage["state"], tokens, size, memory, minutes)
+    minutes = plan["minutes"]
+    total = f"{minutes:.1f}" if minutes < 120 else f"{minutes / 60:.1f} hours"
+    table.add_row("total", "", "", _size(plan["bytes"]), "", total, style="bold")
     out.print(table)
-    out.print(f"free on the disk: {plan['free_bytes'] / 2**30:,.1f} GiB; prompts: {plan['prompts']}")
-    out.print("assumed: " + "; ".join(f"{name} {value:g}" for name, value in plan["assumptions"].items()))
+    machine = plan["machine"]
+    kind = f"{machine['gpus']} x {machine['gpu']}" if machine["gpu"] else "two CPU cores"
+    out.print(f"{plan['backbone']['model']} ({plan['backbone']['parameters']:,} parameters) on {kind}")
+    out.print(f"free on the disk: {_size(plan['free_bytes'])}; prompts: {plan['prompts']}")
+    other = "CPU: " if machine["gpu"] else "GPU: "
+    assumed = {name: value for name, value in plan["assumptions"].items() if not name.startswith(other)}
+    out.print("assumed: " + "; ".join(f"{name} {value:g}" for name, value in assumed.items()))
 
 
 def _state(run: Run, stage: Stage, results: dict[str, Artifact]) -> str:
+    if stage.name == "backbone" and not is_local(run.config.backbone):
+        return "run"  # to know more, its weights would have to be fetched
     if any(name not in results for name in stage.reads):
         return "run"
     state = "cached"
     for name, build in stage.parts.items():
         try:
             results[name] = build(run, results)
-        except (_NotBuilt, KeyError):  # not there, or it reads what isn't
+        except (_NotBuilt, KeyError, SourceUnreachable):  # not there, or it reads what isn't
             state = "run"
             # What an earlier stage gave under this name is not what later ones will read.
             results.pop(name, None)
     return state
+
+
+def _workload(config: RunConfig, artifact: Artifact | None) -> tuple[Workload, dict[str, Any]]:
+    """How much there is to do, and the prompts it follows from; a hub that can't be reached leaves the limit."""
+    try:
+        prompts = _read_prompts(config, artifact)
+    except SourceUnreachable:
+        if config.prompts.limit is None:
+            raise
+        most = config.prompts.limit * len(config.prompts.sources)
+        return Workload.assumed(config, most), {"assumed, for the sources can't be read here": most}
+    return Workload.of(config, prompts), {split: len(rows) for split, rows in prompts.items()}
 
 
 def _read_prompts(config: RunConfig, prompts: Artifact | None) -> dict[str, list[Prompt]]:
@@ -120,79 +163,8 @@ def _read_prompts(config: RunConfig, prompts: Artifact | None) -> dict[str, list
     return {split: read_split(prompts, split) for split in SPLITS}
 
 
-def _costs(
-    config: RunConfig, prompts: Mapping[str, list[Prompt]], backbone: Artifact | None
-) -> dict[str, dict[str, Any]]:
-    # The embedded backbone, until another one is known.
-    hidden, vocab, merged = 576, 49152, 134_515_008 + 49152 * 576
-    if backbone is not None:
-        info = backbone_info(backbone)
-        hidden, vocab = info.hidden_size, info.vocab_size
-        merged = info.parameters + (vocab * hidden if info.tie_word_embeddings else 0)
-
-    def answered(split: str) -> int:
-        turns = sum(min(len(prompt.turns), config.distill.max_turns) for prompt in prompts[split])
-        most = turns * len(config.distill.temperatures) * config.distill.max_new_tokens
-        return int(most * ASSUMED["tokens per answered turn as a share of max_new_tokens"])
-
-    train = answered("train")
-    tokens = train + answered("calibration")
-    dtype = dtype_of(config.teacher.dtype)
-    keep = config.teacher.hidden != "live"
-    teacher = plan_bytes(tokens, hidden_size=hidden, top_k=config.teacher.top_k, keep_hidden=keep, dtype=dtype)
-    heads = _heads_bytes(config, hidden, vocab)
-    return {
-        "distill": {
-            "tokens": tokens,
-            "bytes": tokens * 8,
-            "minutes": tokens / ASSUMED["distilled tokens per second"] / 60,
-        },
-        "teacher": {
-            "tokens": tokens,
-            "bytes": teacher,
-            "minutes": tokens / ASSUMED["teacher positions per second"] / 60,
-        },
-        "train-medusa1": {
-            "tokens": train * config.train.epochs,
-            "bytes": heads,
-            "minutes": train * config.train.epochs / ASSUMED["trained positions per second"] / 60
-            + ASSUMED["minutes to start training"],
-        },
-        **_joint_costs(config, train, answered("calibration"), merged),
-        "latency": {"minutes": ASSUMED["minutes of the latency stage"]},
-        "benchmark": {
-            "minutes": config.benchmark.max_minutes + ASSUMED["minutes of the benchmark beyond its timed part"]
-        },
-    }
-
-
-def _joint_costs(config: RunConfig, train: int, held_out: int, merged: int) -> dict[str, dict[str, Any]]:
-    """Stage 2, its adapter left out: the merged model, its LM head untied, is most of what it writes."""
-    joint = config.medusa2
-    if joint is None:
-        return {}
-    # Held-out conversations are looked at before the first epoch and after each, and answered anew at the end.
-    seconds = (
-        train * joint.epochs / ASSUMED["jointly trained positions per second"]
-        + held_out * (joint.epochs + 1) / ASSUMED["jointly evaluated positions per second"]
-        + held_out / ASSUMED["distilled tokens per second"]
-        + held_out / ASSUMED["teacher positions per second"]
-    )
-    return {
-        "train-medusa2": {
-            "tokens": train * joint.epochs,
-            "bytes": merged * dtype_of(joint.dtype).itemsize,
-            "minutes": seconds / 60 + ASSUMED["minutes to start training"],
-        }
-    }
-
-
-def _heads_bytes(config: RunConfig, hidden: int, vocab: int) -> int:
-    """Bytes of the heads' weights in their training dtype, vocabulary map included."""
-    heads, rows = config.heads, min(config.heads.vocab or vocab, vocab)
-    block = hidden * hidden if heads.block == "paper" else 2 * heads.mlp_width * hidden * hidden
-    own = rows * hidden if heads.lm_head == "own" else 0
-    return heads.num_heads * (heads.num_layers * block + own) * dtype_of(config.train.dtype).itemsize + 8 * rows
+def _size(count: float) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= 10 * GIB else f"{count / 2**20:,.0f} MiB"
 
 
 def _free(root: Path) -> int:

@@ -8,9 +8,10 @@ from infra.errors import UserError
 
 
 def deepspeed_config(
-    *, micro_batch: int, accumulation: int, dtype: str, clip: float, zero_stage: int
+    *, micro_batch: int, accumulation: int, dtype: str, clip: float, zero_stage: int, universal: bool = False
 ) -> dict[str, Any]:
-    """The JSON that `deepspeed.initialize` takes; the optimizer and schedule are passed beside it.
+    """The JSON that `deepspeed.initialize` takes; the optimizer and schedule are passed beside it. `universal` is
+    for a checkpoint in the format that any number of ranks can load.
 
     UserError for a dtype or ZeRO stage that is not supported.
     """
@@ -25,6 +26,7 @@ def deepspeed_config(
         "bf16": {"enabled": dtype == "bfloat16"},
         "zero_optimization": {"stage": zero_stage},
         "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": universal},
         "steps_per_print": 1 << 30,
         "wall_clock_breakdown": False,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -27,6 +28,10 @@ def quiet(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets defaults that the user's own environment overrides. Call before importing the libraries they steer."""
     for name, value in QUIET.items():
         environment.setdefault(name, value)
+    # transformers imports torchao where it is installed, which looks for CUDA kernels, and registers its enumerations
+    # in a way that torch calls out of date: both aloud.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if "CUDA_VISIBLE_DEVICES" not in environment and not os.path.exists("/dev/nvidia0"):
         # Without it DeepSpeed probes for compilers of accelerators that aren't there.
         environment.setdefault("DS_ACCELERATOR", "cpu")

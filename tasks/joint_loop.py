@@ -22,7 +22,7 @@ from medusa_core.schedules import heads_share
 from tasks.backbone import load_model
 from tasks.joint_objective import Batch, Conversation, JointObjective
 from tasks.quality import QUALITY, ConversationQuality, compare, summarize
-from tasks.rank_run import RankRun, prepare_rank, start_engine, whole
+from tasks.rank_run import CHECKPOINTS, RankRun, prepare_rank, start_engine, whole
 from tasks.stage import dtype_of
 from tasks.train_loop import evaluate
 from tasks.training_data import Positions, Shard, batches, window_plan
@@ -47,7 +47,7 @@ def joint_loop(spec: dict[str, Any]) -> None:
     objective.check()
     objective.train()
     if config["gradient_checkpointing"]:
-        objective.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        objective.save_memory()
     total, rate = total_steps(spec), config["learning_rate"]
     groups = [
         {"params": [p for p in model.parameters() if p.requires_grad], "name": "backbone", "lr": rate},
@@ -60,6 +60,7 @@ def joint_loop(spec: dict[str, Any]) -> None:
         micro_batch=config["micro_conversations"],
         total=total,
         read_directly=objective.read_directly(),
+        checkpoints=spec["directory"] / CHECKPOINTS,
     )
     _Run(engine, spec, total).train()
     torch.distributed.barrier()

@@ -100,6 +100,10 @@ class JointObjective(nn.Module):
         """The transformers model, adapters inside."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
+    def save_memory(self) -> None:
+        """Keeps only what enters each layer of the backbone, and computes the rest again in the backward pass."""
+        self.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+
     def forward(
         self, batch: Batch, *, positions: float, counts_K: torch.Tensor, heads_share: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

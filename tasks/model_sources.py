@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import cache
@@ -82,8 +82,11 @@ def embedded_gguf(name: str) -> tuple[Path, str]:
     return path, f"{distribution}=={metadata.version(distribution)}"
 
 
-def download_snapshot(model: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str]:
-    """A hub model's files on this machine and the commit they belong to; falls back to what was downloaded before.
+def download_snapshot(
+    model: str, revision: str | None, trust_remote_code: bool, only: Sequence[str] | None = None
+) -> tuple[Path, str]:
+    """A hub model's files on this machine (all it needs, or those that match `only`) and the commit they belong to;
+    falls back to what was downloaded before.
 
     Endpoint and token come from the usual environment variables, read now rather than when the library was imported.
     """
@@ -96,7 +99,7 @@ def download_snapshot(model: str, revision: str | None, trust_remote_code: bool)
             revision=revision,  # not the commit: the name is what a later, offline run looks up
             endpoint=endpoint,
             local_files_only=commit is None,
-            allow_patterns=allowed_files(trust_remote_code),
+            allow_patterns=list(only or allowed_files(trust_remote_code)),
             ignore_patterns=["*/*", "consolidated*"],
         )
     except UserError:

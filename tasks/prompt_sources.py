@@ -27,6 +27,10 @@ SEED_FILE = Path(__file__).parent / "data" / "seed_prompts.jsonl"
 _HUB_NAME = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<split>\w+))?")
 
 
+class SourceUnreachable(UserError):
+    """A hub that doesn't answer, or doesn't know the set."""
+
+
 @dataclass(frozen=True)
 class PromptSource:
     """`name` as the user wrote it, `label` for rows that don't name theirs, `digest` of the content."""
@@ -123,7 +127,7 @@ def _dataset_commit(name: str, dataset: str, revision: str | None) -> str:
     try:
         info = HfApi(endpoint=endpoint).dataset_info(dataset, revision=revision, timeout=SILENCE_SECONDS)
     except Exception as error:  # as above
-        raise UserError(
+        raise SourceUnreachable(
             f"prompt source {name!r} can't be looked up at {endpoint} ({type(error).__name__}): set HF_ENDPOINT to a "
             "mirror, check the name and HF_TOKEN, or give a local JSONL or Parquet file"
         ) from error

@@ -5,7 +5,6 @@ The LM head stays as it is, because heads start as copies of it. Knows nothing o
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -29,8 +28,6 @@ def loading_options(quantization: Quantization | None, device: str) -> dict[str,
     if quantization == "int4":
         raise UserError("backbone.quantization int4 needs a CUDA device; on a CPU int8 works")
     _need("torchao", quantization)
-    # Its CUDA kernels, which would be looked for aloud.
-    os.environ.setdefault("TORCHAO_SKIP_LOADING_SO_FILES", "1")
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 

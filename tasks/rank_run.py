@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import nn
 from infra.artifacts import write_json
 from infra.deepspeed_config import deepspeed_config
 from infra.environment import quiet
+from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
 from medusa_core.schedules import cosine_with_warmup
 from tasks.stage import dtype_of
 
@@ -26,8 +30,8 @@ log = logging.getLogger(__name__)
 CHECKPOINTS, CURVE, EVALUATION = ".checkpoints", "curve.jsonl", "evaluation.json"
 
 
-def prepare_rank(spec: Mapping[str, Any]) -> torch.device:
-    """Sets this process up as a training rank; the device it trains on."""
+def prepare_rank(spec: dict[str, Any]) -> torch.device:
+    """Sets this process up as a training rank; the device it trains on. Notes in `spec` what an empty rank holds."""
     quiet()
     import deepspeed
 
@@ -37,6 +41,8 @@ def prepare_rank(spec: Mapping[str, Any]) -> torch.device:
     deepspeed.init_distributed(dist_init_required=False)
     torch.manual_seed(spec["config"]["seed"])
     gpu = str(spec["device"]).startswith("cuda")
+    reset_peak_resident()
+    spec["empty_mb"] = resident_mb()
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
@@ -59,20 +65,19 @@ def start_engine(
     micro_batch: int,
     total: int,
     read_directly: Iterable[nn.Parameter],
+    checkpoints: Path,
 ) -> Any:
     """DeepSpeed around a module: AdamW over named parameter groups with rates of their own, cosine with warm-up.
 
     `read_directly` are parameters that the module's forward reads itself, not through the submodule they belong to:
-    ZeRO-3 would not know to gather them.
+    ZeRO-3 would not know to gather them. `checkpoints` is the folder that the run will be resumed from.
     """
     import deepspeed
 
     if config["zero_stage"] == 3:
         for parameter in read_directly:
             deepspeed.zero.register_external_parameter(module, parameter)
-    optimizer = torch.optim.AdamW(
-        [dict(group) for group in groups], betas=(0.9, 0.999), weight_decay=config["weight_decay"], fused=True
-    )
+    optimizer = _optimizer(groups, config)
     warmup = min(config["warmup_steps"], total // 4)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: cosine_with_warmup(step, total=total, warmup=warmup)
@@ -87,9 +92,58 @@ def start_engine(
             dtype=config["dtype"],
             clip=config["clip"],
             zero_stage=config["zero_stage"],
+            universal=_of_other_world(checkpoints, config),
         ),
     )
     return engine
+
+
+def _optimizer(groups: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> torch.optim.Optimizer:
+    parts = [dict(group) for group in groups]
+    if config["optimizer"] == "adamw_8bit":
+        if torch.cuda.is_available() and find_spec("bitsandbytes"):
+            from bitsandbytes.optim import AdamW8bit
+
+            optimizer: torch.optim.Optimizer = AdamW8bit(parts, betas=(0.9, 0.999), weight_decay=config["weight_decay"])
+            return optimizer
+        log.warning("adamw_8bit needs bitsandbytes and a CUDA device: training with AdamW as it is")
+    return torch.optim.AdamW(parts, betas=(0.9, 0.999), weight_decay=config["weight_decay"], fused=True)
+
+
+def _of_other_world(checkpoints: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the newest checkpoint must be read in DeepSpeed's universal format, to which it is then converted: it
+    was written by another number of ranks, between which ZeRO had spread the optimizer's state."""
+    latest = checkpoints / "latest"
+    if not config["zero_stage"] or not latest.exists():
+        return False
+    tag = latest.read_text().strip()
+    if tag.endswith(_tag_end(torch.distributed.get_world_size())):
+        return False
+    target = checkpoints / f"universal-{tag}"
+    if torch.distributed.get_rank() == 0 and not (checkpoints / "latest_universal").exists():
+        from deepspeed.checkpoint import ds_to_universal
+
+        log.info("%s was written by another number of ranks: converting it", tag)
+        shutil.rmtree(target, ignore_errors=True)
+        with redirect_stdout(StringIO()):
+            ds_to_universal.main(
+                Namespace(
+                    input_folder=str(checkpoints / tag),
+                    output_folder=str(target),
+                    num_extract_workers=1,
+                    num_merge_workers=1,
+                    keep_temp_folder=False,
+                    strict=True,
+                    inject_missing_state=True,
+                )
+            )
+        (checkpoints / "latest_universal").write_text(target.name)
+    torch.distributed.barrier()
+    return True
+
+
+def _tag_end(world: int) -> str:
+    return f"-ranks-{world}"
 
 
 class RankRun:
@@ -132,13 +186,25 @@ class RankRun:
     def write_history(self) -> None:
         """The curve and the evaluations as files."""
         (self.directory / CURVE).write_text("".join(json.dumps(row) + "\n" for row in self.curve))
-        write_json(self.directory / EVALUATION, {"epochs": self.evaluations, "final": self.evaluations[-1]})
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) / 2**20
+        else:
+            peak = peak_resident_mb() - self.spec["empty_mb"]
+        evaluation = {"epochs": self.evaluations, "final": self.evaluations[-1], "peak_memory_mb": round(peak)}
+        write_json(self.directory / EVALUATION, evaluation)
 
     def _checkpoint(self) -> None:
         folder = self.directory / CHECKPOINTS
-        state = {"step": self.step, "curve": self.curve, "evaluations": self.evaluations}
-        self.engine.save_checkpoint(str(folder), tag=f"step-{self.step:07d}", client_state=state)
+        # `iteration` is what DeepSpeed's own conversion wants to know.
+        state = {
+            "step": self.step,
+            "iteration": self.step,
+            "curve": self.curve,
+            "evaluations": self.evaluations,
+        }
+        self.engine.save_checkpoint(str(folder), tag=f"step-{self.step:07d}{_tag_end(self.world)}", client_state=state)
         torch.distributed.barrier()
         if self.rank == 0:
-            for old in sorted(folder.glob("step-*"))[:-1]:
+            (folder / "latest_universal").unlink(missing_ok=True)
+            for old in (*sorted(folder.glob("step-*"))[:-1], *folder.glob("universal-*")):
                 shutil.rmtree(old, ignore_errors=True)

@@ -69,7 +69,9 @@ def plan_bytes(positions: int, *, hidden_size: int, top_k: int, keep_hidden: boo
 def teacher(context: Context, config: TeacherConfig, *, backbone: Artifact, distill: Artifact) -> Artifact:
     """Runs the backbone once over a distill artifact."""
     info = backbone_info(backbone)
-    keep = _keep_hidden(context, config, distill.counts["tokens"], info.hidden_size)
+    context.store.root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(context.store.root).free
+    keep = keeps_hidden(config, distill.counts["tokens"], info.hidden_size, free)
     semantic = {"top_k": config.top_k, "hidden": keep, "dtype": config.dtype}
     inputs = {"backbone": backbone_identity(backbone), "distill": distill.digest()}
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
@@ -158,11 +160,10 @@ def top_k_with_tail(logits_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torc
     return ids_PJ, top_PJ - total_P[:, None], tail_P - total_P
 
 
-def _keep_hidden(context: Context, config: TeacherConfig, positions: int, hidden_size: int) -> bool:
+def keeps_hidden(config: TeacherConfig, positions: int, hidden_size: int, free: int) -> bool:
+    """Whether hidden states are kept, with so many bytes free."""
     if config.hidden != "auto":
         return config.hidden == "keep"
-    context.store.root.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(context.store.root).free
     need = plan_bytes(
         positions, hidden_size=hidden_size, top_k=config.top_k, keep_hidden=True, dtype=dtype_of(config.dtype)
     )

@@ -15,7 +15,7 @@ from medusa_core.checkpoint import save_heads
 from medusa_core.heads import HeadsConfig, MedusaHeads
 from medusa_core.losses import IGNORE, head_weights, weighted_loss
 from tasks.backbone import load_model
-from tasks.rank_run import RankRun, prepare_rank, start_engine, whole
+from tasks.rank_run import CHECKPOINTS, RankRun, prepare_rank, start_engine, whole
 from tasks.stage import dtype_of
 from tasks.training_data import Positions, batches, live_hidden, load_positions, window_plan
 
@@ -48,7 +48,15 @@ def train_loop(spec: dict[str, Any]) -> None:
     total = total_steps(spec)
     groups = [{"params": list(heads.parameters()), "name": "heads", "lr": config["learning_rate"]}]
     objective = _Objective(heads, config["decay"])
-    engine = start_engine(objective, groups, config, micro_batch=rows, total=total, read_directly=heads.parameters())
+    engine = start_engine(
+        objective,
+        groups,
+        config,
+        micro_batch=rows,
+        total=total,
+        read_directly=heads.parameters(),
+        checkpoints=spec["directory"] / CHECKPOINTS,
+    )
     _Run(engine, reader, spec, rows=rows, total=total).train()
     torch.distributed.barrier()
 

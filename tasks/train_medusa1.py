@@ -18,7 +18,7 @@ from tasks.backbone import backbone_info, model_dir
 from tasks.distill import shard_paths as distill_shards
 from tasks.stage import Context
 from tasks.teacher import shard_paths as teacher_shards
-from tasks.train_run import PROGRESS, data_inputs, run_training, trained_counts
+from tasks.train_run import PROGRESS, Optimizer, data_inputs, run_training, trained_counts
 from tasks.training_data import count_positions, frequent_tokens, pair_shards
 
 KIND, STAGE_VERSION = "heads", 1
@@ -38,6 +38,7 @@ class TrainConfig(BaseModel):
     clip: float = Field(1.0, gt=0)
     decay: float = Field(0.8, gt=0, le=1, description="λ_k = decay^k")
     dtype: str = "bfloat16"
+    optimizer: Optimizer = "adamw"
     zero_stage: int = 0
     window_positions: int = Field(400_000, ge=1, description="positions held in memory and shuffled together")
     checkpoint_steps: int = Field(100, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from infra.artifacts import Artifact
 from infra.progress import followed, track
@@ -14,6 +14,8 @@ from tasks.backbone import backbone_identity
 from tasks.stage import dtype_of
 
 PROGRESS = ".progress.json"
+# In 8 bits through bitsandbytes where that runs (CUDA); elsewhere it is the plain one.
+Optimizer = Literal["adamw", "adamw_8bit"]
 
 
 def data_inputs(

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -18,14 +19,18 @@ from tests.flows.conftest import MEDUSA, run_medusa, toy_config
 pytestmark = pytest.mark.long
 
 
+def wait_until(ready: Any, process: subprocess.Popen[Any], timeout: float = 240) -> None:
+    deadline = time.monotonic() + timeout
+    while not ready():
+        assert process.poll() is None, "the run ended before it could be disturbed"
+        assert time.monotonic() < deadline, "the moment to disturb it never came"
+        time.sleep(0.02)
+
+
 def kill_when(command: list[str], ready: Any, timeout: float = 240) -> None:
     """Starts a command in its own process group and kills the driver (only it) when `ready()` holds."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + timeout
-    while not ready():
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline, "the moment to kill never came"
-        time.sleep(0.02)
+    wait_until(ready, process, timeout)
     process.send_signal(signal.SIGKILL)
     process.wait()
 
@@ -102,6 +107,68 @@ def test_a_killed_training_resumes_with_the_same_curve(tmp_path: Path, toy_dir: 
     assert (resumed / "heads" / "heads.safetensors").read_bytes() == (
         straight / "heads" / "heads.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize(("zero", "ranks"), [(0, (2, 1)), (1, (2, 1)), (2, (1, 2)), (3, (2, 1))])
+def test_a_killed_training_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, toy_dir: Path, zero: int, ranks: tuple[int, int]
+) -> None:
+    """Catches optimizer states that are lost or given to the wrong parameters when ZeRO spreads them anew."""
+    config = toy_config(tmp_path, toy_dir, train={"epochs": 30, "checkpoint_steps": 10, "zero_stage": zero})
+    root, heads = tmp_path / "root", tmp_path / "root" / "artifacts" / "heads"
+    options = ["--config", str(config), "--until", "train-medusa1"]
+
+    def on(number: int) -> list[str]:
+        return ["--root", str(root), *options, "--set", f"placement.train_workers={number}"]
+
+    kill_when([str(MEDUSA), "run", *on(ranks[0])], lambda: any(heads.glob("*.partial/.checkpoints/latest")))
+    done = run_medusa("run", *on(ranks[1]))
+    assert done.returncode == 0, done.stderr
+    (resumed,) = heads.iterdir()
+    undisturbed = tmp_path / "undisturbed"
+    for kind in ("backbone", "prompts", "distill", "teacher"):
+        (undisturbed / "artifacts").mkdir(parents=True, exist_ok=True)
+        (undisturbed / "artifacts" / kind).symlink_to(root / "artifacts" / kind)
+    assert run_medusa("run", "--root", undisturbed, *options).returncode == 0
+    straight = undisturbed / "artifacts" / "heads" / resumed.name
+    losses = [
+        [json.loads(line)["loss"] for line in (path / "curve.jsonl").read_text().splitlines()]
+        for path in (resumed, straight)
+    ]
+    assert len(losses[0]) == len(losses[1]) > 20
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_ranks_on_two_nodes_outlive_the_death_of_one(tmp_path: Path, toy_dir: Path) -> None:
+    """A cluster of two nodes with a core each, so a rank on each. Catches a dead rank that ends the run, and a restart
+    that begins anew or trains something else."""
+    from ray.cluster_utils import Cluster
+
+    config = toy_config(tmp_path, toy_dir, train={"epochs": 40, "checkpoint_steps": 10})
+    options = ["--config", str(config), "--until", "train-medusa1", "--set", "placement.train_workers=2"]
+    prepared, root = tmp_path / "prepared", tmp_path / "root"
+    assert run_medusa("run", "--root", prepared, *options).returncode == 0
+    for kind in ("backbone", "prompts", "distill", "teacher"):
+        (root / "artifacts").mkdir(parents=True, exist_ok=True)
+        (root / "artifacts" / kind).symlink_to(prepared / "artifacts" / kind)
+    heads = root / "artifacts" / "heads"
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        nodes.add_node(num_cpus=1)
+        command = [str(MEDUSA), "run", "--root", str(root), *options, "--set", f"placement.ray_address={nodes.address}"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: any(heads.glob("*.partial/.checkpoints/latest")), process)
+        ranks = [p for p in psutil.process_iter(["cmdline"]) if "RayTrainWorker" in "".join(p.info["cmdline"] or ())]
+        assert len({rank.ppid() for rank in ranks}) == 2, "both ranks run under one node's raylet"
+        ranks[0].kill()
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    finally:
+        nodes.shutdown()
+    (trained,) = heads.iterdir()
+    undisturbed = prepared / "artifacts" / "heads" / trained.name
+    for name in ("curve.jsonl", "heads/heads.safetensors"):
+        assert (trained / name).read_bytes() == (undisturbed / name).read_bytes(), name
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, toy_dir: Path) -> None:

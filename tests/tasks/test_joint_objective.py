@@ -159,3 +159,27 @@ def test_there_is_no_adapter_to_switch_off_without_one() -> None:
     )
     with pytest.raises(UserError, match="there is no adapter"):
         JointObjective(model, heads, decay=0.8, teacher="adapter_off")
+
+
+def test_gradient_checkpointing_keeps_less_and_gives_the_same_gradients() -> None:
+    """Catches checkpointing that is asked for and not switched on (a model in eval mode, a wrapper that hides it)."""
+    kept, gradients = [], []
+    for checkpointing in (False, True):
+        joint = objective().train()
+        if checkpointing:
+            joint.save_memory()
+        sizes: list[int] = []
+
+        def note(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            total, *_ = joint(batch(conversation(1, 4, 40)), positions=10.0, counts_K=COUNTS, heads_share=0.2)
+        total.backward()
+        kept.append(sum(sizes))
+        gradients.append([p.grad for p in joint.parameters() if p.grad is not None])
+    assert kept[1] < 0.7 * kept[0]
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    for without, saving in zip(*gradients, strict=True):
+        torch.testing.assert_close(without, saving, rtol=1e-5, atol=1e-7)
