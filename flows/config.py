@@ -21,6 +21,7 @@ from tasks.benchmark import BenchmarkConfig
 from tasks.distill import DistillConfig
 from tasks.engine import EngineConfig
 from tasks.latency import LatencyConfig
+from tasks.model_checks import QualityConfig
 from tasks.prompts import PromptsConfig
 from tasks.publish import PublishConfig
 from tasks.ranks import RanksConfig
@@ -48,6 +49,7 @@ class RunConfig(BaseModel):
     heads: HeadsConfig = Field(default_factory=HeadsConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     medusa2: JointConfig | None = None
+    quality: QualityConfig = Field(default_factory=QualityConfig)
     ranks: RanksConfig = Field(default_factory=RanksConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     latency: LatencyConfig = Field(default_factory=LatencyConfig)

@@ -14,6 +14,7 @@ from tasks.backbone import resolve_backbone
 from tasks.benchmark import benchmark
 from tasks.distill import distill
 from tasks.latency import latency
+from tasks.model_checks import quality
 from tasks.prompts import collect_prompts
 from tasks.ranks import ranks
 from tasks.stage import Context
@@ -106,6 +107,7 @@ def _benchmark(run: Run, got: Results) -> Artifact:
         prompts=got["prompts"],
         heads=got["heads"],
         tree=got["tree"],
+        quality=got.get("quality"),
         champion=run.champion,
     )
 
@@ -132,11 +134,22 @@ STAGES: tuple[Stage, ...] = (
         ("backbone", "heads", *(f"{kind}/{split}" for kind in ("distill", "teacher") for split in SPLITS)),
         {
             "heads": _train_jointly,
+            "original": lambda run, got: got["backbone"],
             "backbone": lambda run, got: merged_backbone(run.context, got["heads"], got["backbone"]),
             "distill/calibration": _distill("calibration"),
             "teacher/calibration": _teacher("calibration"),
         },
         wanted=lambda config: config.medusa2 is not None,
+    ),
+    Stage(
+        "quality",
+        ("original", "backbone"),
+        {
+            "quality": lambda run, got: quality(
+                run.context, run.config.quality, original=got["original"], trained=got["backbone"]
+            )
+        },
+        wanted=lambda config: config.medusa2 is not None and config.quality.wanted,
     ),
     Stage("ranks", ("backbone", "heads", "distill/calibration", "teacher/calibration"), {"ranks": _ranks}),
     Stage(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from medusa_core.errors import InputError
-from medusa_core.losses import IGNORE, linear_cross_entropy
+from medusa_core.losses import IGNORE, count_labels, linear_cross_entropy
 
 
 class HeadsConfig(BaseModel):
@@ -87,16 +87,36 @@ class VocabularyProjection(nn.Module):
         logits_KPC = x_KPD @ self.weight[:heads].transpose(1, 2)
         return logits_KPC if self.bias is None else logits_KPC + self.bias[:heads, None]
 
-    def loss(
-        self, x_PD: torch.Tensor, head: int, labels_P: torch.Tensor, lm_weight_CD: torch.Tensor | None
+    def losses(
+        self,
+        x_KPD: torch.Tensor,
+        labels_PK: torch.Tensor,
+        shares: torch.Tensor | None,
+        lm_weight_CD: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Summed cross-entropy of one head, without ever holding all logits. `lm_weight_CD` takes the place of a
-        shared projection's weight."""
-        if not self.own:
-            weight_CD = self.weight_CD if lm_weight_CD is None else lm_weight_CD
-            return linear_cross_entropy(x_PD, weight_CD, self.bias_C, labels_P)
-        bias = None if self.bias is None else self.bias[head]
-        return linear_cross_entropy(x_PD, self.weight[head], bias, labels_P)
+        """Summed cross-entropy of every head, [K], without ever holding all logits. `lm_weight_CD` takes the place of
+        a shared projection's weight."""
+        count = len(x_KPD)
+        biases: tuple[torch.Tensor | None, ...]
+        if self.own:
+            # Unbound at once: a head's slice taken by itself would have a gradient as large as all heads' weights.
+            weights = self.weight.unbind()
+            biases = (None,) * count if self.bias is None else self.bias.unbind()
+        else:
+            weights = (self.weight_CD if lm_weight_CD is None else lm_weight_CD,) * count
+            biases = (self.bias_C,) * count
+        return torch.stack(
+            [
+                linear_cross_entropy(
+                    x_KPD[head],
+                    weights[head],
+                    biases[head],
+                    labels_PK[:, head].contiguous(),
+                    None if shares is None else shares[:, head],
+                )
+                for head in range(count)
+            ]
+        )
 
 
 class MedusaHeads(nn.Module):
@@ -153,20 +173,26 @@ class MedusaHeads(nn.Module):
         top_KBW = logits_KBC.topk(width, dim=-1).indices
         return self.vocab_map_C[top_KBW].transpose(0, 1)
 
+    def known(self, labels: torch.Tensor) -> torch.Tensor:
+        """Backbone token labels as entries of the head vocabulary; IGNORE for those that have none."""
+        return torch.where(labels == IGNORE, IGNORE, self.inverse_V[labels.clamp(min=0)])
+
     def losses(
-        self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor, lm_weight_CD: torch.Tensor | None = None
+        self,
+        hidden_PD: torch.Tensor,
+        labels_PK: torch.Tensor,
+        lm_weight_CD: torch.Tensor | None = None,
+        shares_PKJ: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed cross-entropy and number of labels of every head, both [K], for backbone token labels.
+        """Summed cross-entropy and number of labels of every head, both [K], for backbone token labels [P, K], or
+        [P, K, J] with the share of the target's mass that each has.
 
         Labels of IGNORE, and tokens outside the head vocabulary, teach nothing and are not counted. Where the LM head
         is being trained too, `lm_weight_CD` are its present rows for the head vocabulary: a shared projection is those.
         """
-        labels_PK = torch.where(labels_PK == IGNORE, IGNORE, self.inverse_V[labels_PK.clamp(min=0)])
-        sums = [
-            self.projection.loss(x_PD, head, labels_PK[:, head].contiguous(), lm_weight_CD)
-            for head, x_PD in enumerate(self.features(hidden_PD))
-        ]
-        return torch.stack(sums), (labels_PK != IGNORE).sum(0)
+        labels = self.known(labels_PK)
+        sums_K = self.projection.losses(self.features(hidden_PD), labels, shares_PKJ, lm_weight_CD)
+        return sums_K, count_labels(labels)
 
     @torch.no_grad()
     def detached(self) -> MedusaHeads:

@@ -37,6 +37,12 @@ def head_labels(input_ids_T: torch.Tensor, loss_mask_T: torch.Tensor, num_heads:
     return labels_TK
 
 
+def count_labels(labels: torch.Tensor) -> torch.Tensor:
+    """How many positions each head has a label at, [K], for labels [P, K] or [P, K, J]."""
+    given = labels != IGNORE
+    return (given if given.dim() == 2 else given.any(-1)).sum(0)
+
+
 def head_weights(num_heads: int, decay: float = 0.8) -> torch.Tensor:
     """λ_k = decay^k for k = 1..K (paper section 2.2.1), fp32 [K]."""
     return torch.tensor([decay**k for k in range(1, num_heads + 1)])
@@ -63,7 +69,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_PD: torch.Tensor,
         weight_CD: torch.Tensor,
         bias_C: torch.Tensor | None,
-        labels_P: torch.Tensor,
+        labels_PJ: torch.Tensor,
+        shares_PJ: torch.Tensor,
         chunk: int,
     ) -> torch.Tensor:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -71,36 +78,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.zeros_like(x_PD) if needs_x else None
         grad_weight = torch.zeros_like(weight_CD, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias_C, dtype=torch.float32) if needs_bias and bias_C is not None else None
-        kept_P = (labels_P != IGNORE).nonzero()[:, 0]
+        kept_P = (labels_PJ != IGNORE).any(-1).nonzero()[:, 0]
         for rows in kept_P.split(chunk):
-            x, labels = x_PD[rows], labels_P[rows]
+            x, labels = x_PD[rows], labels_PJ[rows]
+            shares = shares_PJ[rows].masked_fill(labels == IGNORE, 0.0)
+            labels, mass = labels.clamp(min=0), shares.sum(-1, keepdim=True)
             logits = F.linear(x, weight_CD, bias_C).float()
-            lse = logits.logsumexp(-1, keepdim=True)
-            total += (lse[:, 0] - logits.gather(-1, labels[:, None])[:, 0]).sum()
+            # Everything else happens in place: a chunk's logits are read from memory as seldom as can be.
+            logits -= logits.amax(-1, keepdim=True)
+            total -= (shares * logits.gather(-1, labels)).sum()
+            exponentials = logits.exp_()
+            sums = exponentials.sum(-1, keepdim=True)
+            total += (mass * sums.log()).sum()
             if not any((needs_x, needs_weight, needs_bias)):
                 continue
-            grad_logits = logits.sub_(lse).exp_()
-            grad_logits.scatter_add_(-1, labels[:, None], grad_logits.new_full((len(labels), 1), -1.0))
+            grad_logits = exponentials.mul_(mass / sums).scatter_add_(-1, labels, -shares)
             grad_low = grad_logits.to(x.dtype)
             if grad_x is not None:
                 grad_x[rows] = grad_low @ weight_CD
-            if grad_weight is not None:
+            if grad_weight is not None and grad_low.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad_low.T, x)
+            elif grad_weight is not None:
                 grad_weight += grad_low.T @ x
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        ctx.save_for_backward(grad_x, grad_weight, grad_bias)
+        # Not saved for backward but handed over, so that backward may scale them where they are: the weight's is as
+        # large as the vocabulary.
+        ctx.gradients = grad_x, grad_weight, grad_bias
         ctx.dtypes = weight_CD.dtype, None if bias_C is None else bias_C.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
-        grad_x, grad_weight, grad_bias = ctx.saved_tensors
+        (grad_x, grad_weight, grad_bias), ctx.gradients = ctx.gradients, ()
         weight_dtype, bias_dtype = ctx.dtypes
         return (
-            None if grad_x is None else grad_x * grad.to(grad_x.dtype),
-            None if grad_weight is None else (grad_weight * grad).to(weight_dtype),
-            None if grad_bias is None else (grad_bias * grad).to(bias_dtype),
+            None if grad_x is None else grad_x.mul_(grad.to(grad_x.dtype)),
+            None if grad_weight is None else grad_weight.mul_(grad).to(weight_dtype),
+            None if grad_bias is None else grad_bias.mul_(grad).to(bias_dtype),
+            None,
             None,
             None,
         )
@@ -110,14 +127,21 @@ def linear_cross_entropy(
     x_PD: torch.Tensor,
     weight_CD: torch.Tensor,
     bias_C: torch.Tensor | None,
-    labels_P: torch.Tensor,
-    chunk: int = 512,
+    labels: torch.Tensor,
+    shares_PJ: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy (nats, fp32 scalar) of softmax(x Wᵀ + b) against labels_P; IGNORE labels are skipped.
+    """Summed cross-entropy (nats, fp32 scalar) of softmax(x Wᵀ + b) against labels [P]; IGNORE labels are skipped.
 
-    Rows are dropped before the product, so a batch without labels costs nothing and gives 0.
+    With `shares_PJ` (fp32) the labels are [P, J], each with its share of the target's mass; what a row's shares lack of
+    1 teaches nothing. Rows without a label are dropped before the product. Its gradient can be taken once.
     """
-    total: torch.Tensor = _LinearCrossEntropy.apply(x_PD, weight_CD, bias_C, labels_P, chunk)  # type: ignore[no-untyped-call]
+    if chunk is None:
+        # Small enough for a core's cache, unless every chunk adds to a gradient as large as the weight.
+        chunk = 2048 if x_PD.is_cuda else 512 if weight_CD.requires_grad else 128
+    if shares_PJ is None:
+        labels, shares_PJ = labels[:, None], torch.ones(len(labels), 1, device=labels.device)
+    total: torch.Tensor = _LinearCrossEntropy.apply(x_PD, weight_CD, bias_C, labels, shares_PJ, chunk)  # type: ignore[no-untyped-call]
     return total
 
 

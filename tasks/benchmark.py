@@ -20,6 +20,7 @@ from tasks.bench_prompts import BenchPrompt, from_prompts
 from tasks.bench_report import build_report
 from tasks.bench_run import run_benchmark
 from tasks.engine import EngineConfig
+from tasks.model_checks import read_checks
 from tasks.prompts import read_split
 from tasks.quality import read_quality
 from tasks.report_html import render_report
@@ -54,6 +55,7 @@ def benchmark(
     prompts: Artifact,
     heads: Artifact,
     tree: Artifact,
+    quality: Artifact | None = None,
     champion: dict[str, str] | None = None,
 ) -> Artifact:
     """Benchmarks heads and tree on the benchmark split; `champion` ({version, heads, portfolio}) competes too."""
@@ -67,7 +69,7 @@ def benchmark(
         "prompts": prompts.digest("benchmark.parquet"),
         "heads": heads.digest("heads"),
         "tree": tree.digest(),
-    }
+    } | ({"quality": quality.digest()} if quality else {})
     machine = machine_facts(device=placement.resolved_device(), threads=placement.thread_count, dtype=config.dtype)
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic, machine=machine)
 
@@ -84,6 +86,7 @@ def benchmark(
             device=placement.resolved_device(),
             threads=placement.thread_count,
             champion=champion,
+            quality=quality,
         )
         report = measure(spec)
         rows = report.pop("rows")
@@ -106,8 +109,10 @@ def bench_spec(
     device: str,
     threads: int,
     champion: dict[str, str] | None,
+    quality: Artifact | None = None,
 ) -> dict[str, Any]:
-    """Everything `measure` needs. `heads` is a directory that holds `heads/`."""
+    """Everything `measure` needs. `heads` is a directory that holds `heads/`, `quality` what else a trained backbone
+    was asked."""
     info = backbone_info(backbone)
     return {
         "config": config.model_dump(mode="json"),
@@ -117,7 +122,7 @@ def bench_spec(
         "eos_token_ids": list(info.eos_token_ids),
         "heads": str(heads / "heads"),
         "evaluation": _evaluation(heads),
-        "quality": read_quality(heads),
+        "quality": (read_quality(heads) or {}) | read_checks(quality),
         "portfolio": str(portfolio),
         "prompts": [prompt.to_json() for prompt in prompts],
         "prompts_digest": digest_json([[p.prompt_id, list(p.turns)] for p in prompts]),

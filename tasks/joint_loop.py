@@ -17,18 +17,19 @@ import torch
 from infra.artifacts import write_json
 from medusa_core.adapters import add_lora, lm_head_rows, merged, untie
 from medusa_core.checkpoint import load_heads, save_heads, weights_digest
-from medusa_core.losses import IGNORE
+from medusa_core.losses import count_labels, head_labels
 from medusa_core.schedules import heads_share
 from tasks.backbone import load_model
 from tasks.joint_objective import Batch, Conversation, JointObjective
 from tasks.quality import QUALITY, ConversationQuality, compare, summarize
 from tasks.rank_run import CHECKPOINTS, RankRun, prepare_rank, start_engine, whole
 from tasks.stage import dtype_of
+from tasks.teacher import TOP_K
 from tasks.train_loop import evaluate
-from tasks.training_data import Positions, Shard, batches, window_plan
+from tasks.training_data import Positions, Shard, batches, teacher_targets, window_plan
 
 ADAPTER, HEADS = "adapter", "heads"
-_TOP_K = ("topk_ids", "topk_logprobs", "tail_logmass")
+_SAID = (*TOP_K, "tail_logmass")
 
 
 def joint_loop(spec: dict[str, Any]) -> None:
@@ -79,25 +80,26 @@ def _windows(spec: dict[str, Any], epoch: int) -> list[list[Shard]]:
     return window_plan(spec["shards"], spec["counts"], limit=config["window_positions"], seed=seed)
 
 
-def load_conversations(shards: Sequence[Shard], *, top_k: bool) -> list[Conversation]:
-    """The answers of some shards, with the teacher's top-k if it is asked for. An answer without a position that
-    trains is left out."""
+def load_conversations(shards: Sequence[Shard], *, top_k: bool = False, soft_heads: int = 0) -> list[Conversation]:
+    """The answers of some shards, with the teacher's top-k if it is asked for, and with targets of some heads. An
+    answer without a position that trains is left out."""
     conversations = []
     for distill_path, teacher_path in shards:
         answers = pq.read_table(distill_path, columns=["input_ids", "loss_mask"])
-        said = pq.read_table(teacher_path, columns=["positions", *(_TOP_K if top_k else ())])
+        said = pq.read_table(teacher_path, columns=["positions", *_SAID])
         columns = (*(answers[name] for name in answers.column_names), *(said[name] for name in said.column_names))
-        for ids, mask, at, *teacher in zip(*(column.to_pylist() for column in columns), strict=True):
-            if at:
-                kept = _teacher(len(at), *teacher) if top_k else None
-                conversations.append(Conversation(torch.tensor(ids), torch.tensor(mask), torch.tensor(at), kept))
+        for ids, mask, at, *top, tail in zip(*(column.to_pylist() for column in columns), strict=True):
+            if not at:
+                continue
+            ids_T, mask_T, at_P = torch.tensor(ids), torch.tensor(mask), torch.tensor(at)
+            ids_PJ, logprobs_PJ = (torch.tensor(each).view(len(at), -1) for each in top)
+            teacher = (ids_PJ, logprobs_PJ, torch.tensor(tail)) if top_k else None
+            targets = None
+            if soft_heads:
+                labels_PK = head_labels(ids_T, mask_T, soft_heads)[at_P]
+                targets = teacher_targets(labels_PK, at_P, ids_PJ, logprobs_PJ)
+            conversations.append(Conversation(ids_T, mask_T, at_P, teacher, targets))
     return conversations
-
-
-def _teacher(
-    positions: int, ids: list[int], logprobs: list[float], tail: list[float]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.tensor(ids).view(positions, -1), torch.tensor(logprobs).view(positions, -1), torch.tensor(tail)
 
 
 class _Run(RankRun):
@@ -119,7 +121,11 @@ class _Run(RankRun):
             self._evaluate(0)
         for epoch in range(config["epochs"]):
             for number, window in enumerate(_windows(self.spec, epoch)):
-                conversations = load_conversations(sorted(window), top_k=config["teacher"] == "top_k")
+                conversations = load_conversations(
+                    sorted(window),
+                    top_k=config["teacher"] == "top_k",
+                    soft_heads=self.objective.heads.num_heads if config["targets"] == "teacher" else 0,
+                )
                 seed = config["seed"] * 7919 + epoch * 131 + number
                 for index in batches(len(conversations), config["batch_conversations"], seed=seed):
                     seen += 1
@@ -143,9 +149,8 @@ class _Run(RankRun):
         ]
         # Means are over the whole global batch, so the number of ranks and micro-batches cancels out.
         parts = self.world * config["accumulation"]
-        labels_PK = torch.cat([batch.labels_PK for batch in micro])
-        known_PK = (labels_PK != IGNORE) & (heads.inverse_V[labels_PK.clamp(min=0)] != IGNORE)
-        counts_K = known_PK.sum(0).clamp(min=1) / parts
+        learnt = torch.cat([batch.learnt[0] for batch in micro])
+        counts_K = count_labels(heads.known(learnt)).clamp(min=1) / parts
         share = config["lambda0"] * heads_share(
             self.step,
             total=self.total,
@@ -158,19 +163,19 @@ class _Run(RankRun):
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in own:
             loss, lm, head = self.engine(
-                batch, positions=max(1, len(labels_PK)) / parts, counts_K=counts_K, heads_share=share
+                batch, positions=max(1, len(learnt)) / parts, counts_K=counts_K, heads_share=share
             )
             self.engine.backward(loss)
             self.engine.step()
             sums += torch.tensor([float(loss.detach()), float(lm), float(head)], dtype=torch.float64)
         mean, lm_mean, heads_mean = self.average(sums.tolist())
-        self.finish_step(loss=mean, lm=lm_mean, heads=heads_mean, lambda0=share, positions=len(labels_PK))
+        self.finish_step(loss=mean, lm=lm_mean, heads=heads_mean, lambda0=share, positions=len(learnt))
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> None:
         """Heads and backbone on held-out conversations, spread over the ranks; all keep the result."""
         self.engine.eval()
-        conversations = load_conversations(self.spec["held_out"], top_k=False)
+        conversations = load_conversations(self.spec["held_out"])
         mine = []
         for first in range(0, len(conversations), self.world):
             # All ranks make as many passes, or those of one would wait for the others' parameters for ever.

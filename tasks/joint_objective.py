@@ -30,18 +30,21 @@ _CHUNK = 256
 @dataclass(frozen=True)
 class Conversation:
     """One distilled answer: the positions [P] that backbone and heads learn from, which are those where the next token
-    was generated, and what the teacher said there (ids and log-probabilities [P, J], tail [P])."""
+    was generated; what the teacher said there (ids and log-probabilities [P, J], tail [P]); and what it said at the
+    places of the heads' labels (ids and shares [P, K, J]), where the heads learn that."""
 
     input_ids_T: torch.Tensor
     loss_mask_T: torch.Tensor
     position_P: torch.Tensor
     teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    targets: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
     """Conversations padded to the longest: tokens [B, T], the positions that train as rows and columns [P] each, the
-    tokens that follow them [P], the heads' labels [P, K], and the teacher's part at each position."""
+    tokens that follow them [P], the heads' labels [P, K], the teacher's part at each position, and the heads' targets
+    (or nothing, where these are the labels)."""
 
     tokens_BT: torch.Tensor
     row_P: torch.Tensor
@@ -49,6 +52,7 @@ class Batch:
     next_P: torch.Tensor
     labels_PK: torch.Tensor
     teacher: tuple[torch.Tensor, ...]
+    targets: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, conversations: Sequence[Conversation], *, num_heads: int, device: torch.device) -> Batch:
@@ -63,10 +67,22 @@ class Batch:
             columns.append(at)
             labels.append(head_labels(ids, conversation.loss_mask_T, num_heads)[at])
         row_P, column_P = torch.cat(rows), torch.cat(columns)
-        kept = [c.teacher for c in conversations if c.teacher is not None]
-        teacher = tuple(torch.cat(parts).to(device) for parts in zip(*kept, strict=True))
+
+        def joined(given: Sequence[tuple[torch.Tensor, ...] | None]) -> tuple[torch.Tensor, ...]:
+            kept = [each for each in given if each is not None]
+            return tuple(torch.cat(parts).to(device) for parts in zip(*kept, strict=True))
+
+        teacher, targets = joined([c.teacher for c in conversations]), joined([c.targets for c in conversations])
         moved = (t.to(device) for t in (tokens, row_P, column_P, tokens[row_P, column_P + 1], torch.cat(labels)))
-        return cls(*moved, teacher)
+        return cls(*moved, teacher, targets)
+
+    @property
+    def learnt(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the heads learn: tokens with their shares [P, K, J], or labels [P, K] and None."""
+        if not self.targets:
+            return self.labels_PK, None
+        tokens_PKJ, shares_PKJ = self.targets
+        return tokens_PKJ.long(), shares_PKJ
 
     def empty(self) -> Batch:
         """The same conversations with nothing to learn."""
@@ -78,6 +94,7 @@ class Batch:
             self.next_P[none],
             self.labels_PK[none],
             tuple(part[none] for part in self.teacher),
+            tuple(part[none] for part in self.targets),
         )
 
 
@@ -116,7 +133,8 @@ class JointObjective(nn.Module):
         anchor = self.logits(states_BTD[:1, 0]).float().sum() * 0.0
         lm = (anchor + self._lm_sum(hidden_PD, batch)) / positions
         rows_CD = lm_head_rows(self.backbone.get_output_embeddings(), self.heads.vocab_map_C)
-        sums_K, _ = self.heads.losses(hidden_PD, batch.labels_PK, rows_CD)
+        labels, shares_PKJ = batch.learnt
+        sums_K, _ = self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)
         heads = weighted_loss(sums_K, counts_K, self.weights_K.float())
         return lm + heads_share * heads, lm.detach(), heads.detach()
 

@@ -44,6 +44,10 @@ class PublishConfig(BaseModel):
     max_kl: float = Field(0.1, gt=0, description="nats per token that a trained backbone may lie from its original")
     max_perplexity_ratio: float = Field(1.05, gt=0, description="its perplexity over the original's")
     min_greedy_agreement: float = Field(0.85, ge=0, le=1, description="how often both must have the same first choice")
+    max_task_drop: float = Field(0.02, ge=0, description="what a task's measure may lose, if tasks are named")
+    max_grade_drop: float = Field(
+        0.5, ge=0, description="what a judge's mean grade of 1 to 10 may lose, if there is one"
+    )
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,24 @@ def _drift(report: Mapping[str, Any], limits: PublishConfig) -> str | None:
             return f"the backbone was trained, but the report has no {name} with an interval"
         if found > limit if worse else found < limit:
             return f"the trained backbone's {name} may be {found:.3g}, the limit is {limit:g}"
+    for what, measured, limit in _asked(quality, limits):
+        bounds = _part(measured, "difference").get("ci95")
+        worse = 0 if measured.get("higher_is_better", True) else 1
+        found = _number(bounds[worse]) if isinstance(bounds, list) and len(bounds) == 2 else None
+        if found is None:
+            return f"the report has no interval for {what}"
+        if (-found if worse == 0 else found) > limit:
+            return f"{what} may be {abs(found):.3g} worse than the original's, the limit is {limit:g}"
     return None
+
+
+def _asked(quality: Mapping[str, Any], limits: PublishConfig) -> Iterator[tuple[str, Mapping[str, Any], float]]:
+    """What the trained backbone was asked besides: name, paired figures, and by how much it may be worse."""
+    for task, measures in _part(quality, "lm_eval").items():
+        for name in measures:
+            yield f"{task}'s {name}", _part(measures, name), limits.max_task_drop
+    if "judge" in quality:
+        yield "the judge's grade", _part(quality, "judge"), limits.max_grade_drop
 
 
 def _compare(ratio: Mapping[str, Any], rival: str, max_slowdown: float) -> tuple[bool, str]:

@@ -211,12 +211,31 @@ def _quality(report: Report) -> str:
         low, high = bounds(measured.get("ci95"))
         if number(measured.get("value")) is not None:
             rows.append((label, f"{figure(measured.get('value'), 4)} ({figure(low, 4)} to {figure(high, 4)})"))
+    rows += _asked(quality)
     lead = (
         "The backbone itself was trained; this is how far it moved on held-out conversations, with 95 % intervals: "
         "the divergence of its distribution from the original's, its perplexity over the original's on the same "
-        "answers, and how often both have the same likeliest token."
+        "answers, and how often both have the same likeliest token; and what it gained or lost where it was asked more."
     )
     return section("Quality", lead, facts(rows))
+
+
+def _asked(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Tasks' measures and the judge's grade: the original's, the trained one's, and the difference's interval."""
+    found = [
+        (f"{task}, {name}", part(measures, name))
+        for task, measures in part(quality, "lm_eval").items()
+        for name in measures
+    ]
+    if judge := part(quality, "judge"):
+        found.append((f"grade by {judge.get('model')}, 1 to 10", judge))
+    rows = []
+    for label, measured in found:
+        original, trained, difference = (part(measured, name) for name in ("original", "trained", "difference"))
+        low, high = bounds(difference.get("ci95"))
+        was, now = figure(original.get("value"), 3), figure(trained.get("value"), 3)
+        rows.append((label, f"{was} before, {now} after (difference {figure(low, 3)} to {figure(high, 3)})"))
+    return rows
 
 
 def _points(mapping: Mapping[str, Any], x: str, y: str) -> list[tuple[float, float]]:

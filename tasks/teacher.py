@@ -29,6 +29,7 @@ from tasks.distill import shard_paths as distill_shards
 from tasks.stage import Context, dtype_of, write_table
 
 KIND, STAGE_VERSION = "teacher", 1
+TOP_K = ("topk_ids", "topk_logprobs")
 # Share of positions that may be unusable before that is the backbone's fault.
 _MOST_SKIPPED = 0.01
 

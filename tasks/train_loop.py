@@ -13,7 +13,7 @@ from torch import nn
 
 from medusa_core.checkpoint import save_heads
 from medusa_core.heads import HeadsConfig, MedusaHeads
-from medusa_core.losses import IGNORE, head_weights, weighted_loss
+from medusa_core.losses import count_labels, head_weights, weighted_loss
 from tasks.backbone import load_model
 from tasks.rank_run import CHECKPOINTS, RankRun, prepare_rank, start_engine, whole
 from tasks.stage import dtype_of
@@ -30,9 +30,11 @@ class _Objective(nn.Module):
         self.heads = heads
         self.register_buffer("weights_K", head_weights(heads.num_heads, decay), persistent=False)
 
-    def forward(self, hidden_PD: torch.Tensor, labels_PK: torch.Tensor, counts_K: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_PD: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor | None, counts_K: torch.Tensor
+    ) -> torch.Tensor:
         """Σ_k λ_k · (sum over this rank's positions) / counts_K."""
-        sums_K, _ = self.heads.losses(hidden_PD, labels_PK)
+        sums_K, _ = self.heads.losses(hidden_PD, labels, shares_PKJ=shares)
         return weighted_loss(sums_K, counts_K, self.weights_K.float())
 
 
@@ -108,6 +110,7 @@ class _Reader:
                 hidden_size=self.hidden_size,
                 dtype=dtype_of(self.spec["hidden_dtype"]),
                 live=self.live,
+                soft=self.spec["config"]["targets"] == "teacher",
             )
             self._last = (shards, positions)
         return self._last[1]
@@ -138,16 +141,18 @@ class _Run(RankRun):
 
     def _train_step(self, positions: Positions, index_P: torch.Tensor) -> None:
         """One optimizer step over a global batch; this rank takes every `world`-th micro-batch of it."""
-        labels_PK = positions.labels_PK[index_P]
+        labels, shares = positions.targets or (positions.labels_PK, None)
         # Every head's mean is over the whole global batch, so the number of ranks and micro-batches cancels out.
-        known_PK = (labels_PK != IGNORE) & (self.heads.inverse_V.cpu()[labels_PK.clamp(min=0)] != IGNORE)
-        counts_K = known_PK.sum(0).clamp(min=1) / (self.world * self.config["accumulation"])
+        counts_K = count_labels(self.heads.known(labels[index_P].to(self.device, torch.int64)))
+        counts_K = counts_K.clamp(min=1) / (self.world * self.config["accumulation"])
         loss = 0.0
         parts = list(index_P.split(self.rows))[self.rank :: self.world]
         parts += [index_P[:0]] * (self.config["accumulation"] - len(parts))
         for part in parts:
             hidden_PD = positions.hidden_PD[part].to(self.device, self.dtype)
-            value = self.engine(hidden_PD, positions.labels_PK[part].to(self.device), counts_K.to(self.device))
+            target = labels[part].to(self.device, torch.int64)
+            weight = None if shares is None else shares[part].to(self.device)
+            value = self.engine(hidden_PD, target, weight, counts_K)
             self.engine.backward(value)
             self.engine.step()
             loss += float(value.detach())

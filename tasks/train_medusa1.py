@@ -7,7 +7,7 @@ heads up to rounding. Interrupted, it goes on from its last checkpoint. Knows no
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,7 +21,7 @@ from tasks.teacher import shard_paths as teacher_shards
 from tasks.train_run import PROGRESS, Optimizer, data_inputs, run_training, trained_counts
 from tasks.training_data import count_positions, frequent_tokens, pair_shards
 
-KIND, STAGE_VERSION = "heads", 1
+KIND, STAGE_VERSION = "heads", 2
 
 
 class TrainConfig(BaseModel):
@@ -37,6 +37,9 @@ class TrainConfig(BaseModel):
     warmup_steps: int = Field(40, ge=0)
     clip: float = Field(1.0, gt=0)
     decay: float = Field(0.8, gt=0, le=1, description="λ_k = decay^k")
+    targets: Literal["teacher", "text"] = Field(
+        "teacher", description="learn what the backbone said at each place, its top-k; or only the token that came"
+    )
     dtype: str = "bfloat16"
     optimizer: Optimizer = "adamw"
     zero_stage: int = 0

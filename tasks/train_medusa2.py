@@ -22,7 +22,7 @@ from tasks.teacher import shard_paths as teacher_shards
 from tasks.train_run import PROGRESS, Optimizer, data_inputs, run_training, trained_counts
 from tasks.training_data import count_positions, pair_shards
 
-KIND, STAGE_VERSION = "heads", 1
+KIND, STAGE_VERSION = "heads", 2
 _MERGED = "merged"
 
 
@@ -57,6 +57,7 @@ class JointConfig(BaseModel):
     warmup_steps: int = Field(20, ge=0)
     clip: float = Field(1.0, gt=0)
     decay: float = Field(0.8, gt=0, le=1, description="λ_k = decay^k")
+    targets: Literal["teacher", "text"] = Field("teacher", description="what the heads learn, as in stage 1")
     dtype: str = "bfloat16"
     optimizer: Optimizer = "adamw"
     zero_stage: int = 0

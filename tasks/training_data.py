@@ -2,7 +2,7 @@
 
 Where the teacher kept hidden states they are read; otherwise the frozen backbone makes them again, with the same
 result. Knows nothing of heads' layouts or optimizers.
-Legend: P positions, T tokens, K heads, D hidden.
+Legend: P positions, T tokens, K heads, D hidden, J kept ids.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import torch
 
 from infra.errors import UserError
-from medusa_core.losses import head_labels
+from medusa_core.losses import IGNORE, head_labels
 from medusa_core.tap import HiddenTap, read_hidden
-from tasks.teacher import positions_of, unpack_hidden
+from tasks.teacher import TOP_K, positions_of, unpack_hidden
 
 Shard = tuple[Path, Path]
 HiddenSource = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -27,13 +27,15 @@ HiddenSource = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Positions:
-    """Rows that train or evaluate heads. conversation_P numbers the answers' conversations, position_P their tokens."""
+    """Rows that train or evaluate heads. sample_P numbers the answers, position_P their tokens; `targets` are tokens
+    [P, K, J] with their shares, where heads learn distributions."""
 
     hidden_PD: torch.Tensor
     labels_PK: torch.Tensor
     sample_P: np.ndarray
     position_P: np.ndarray
     samples: list[dict[str, object]]
+    targets: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.labels_PK)
@@ -52,15 +54,24 @@ def count_positions(shard: Shard) -> int:
 
 
 def load_positions(
-    shards: Sequence[Shard], *, num_heads: int, hidden_size: int, dtype: torch.dtype, live: HiddenSource | None = None
+    shards: Sequence[Shard],
+    *,
+    num_heads: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    live: HiddenSource | None = None,
+    soft: bool = False,
 ) -> Positions:
-    """All positions of the shards in order. `live` computes hidden states where the teacher kept none."""
-    hidden, labels, sample, position, samples = [], [], [], [], []
+    """All positions of the shards in order. `live` computes hidden states where the teacher kept none; `soft` adds what
+    the teacher said at the labels' places."""
+    hidden, labels, sample, position, samples, targets = [], [], [], [], [], []
+    columns = ["sample_id", "positions", "hidden", *(TOP_K if soft else ())]
     for distill_path, teacher_path in shards:
         rows = pq.read_table(distill_path).to_pylist()
-        table = pq.read_table(teacher_path, columns=["sample_id", "positions", "hidden"])
+        table = pq.read_table(teacher_path, columns=columns)
         ids, raw = table["sample_id"].to_pylist(), table["hidden"].to_pylist()
-        for row, teacher_id, at, packed in zip(rows, ids, positions_of(table), raw, strict=True):
+        said = list(zip(*(table[name].to_pylist() for name in TOP_K), strict=True)) if soft else [None] * len(ids)
+        for row, teacher_id, at, packed, top in zip(rows, ids, positions_of(table), raw, said, strict=True):
             if row["sample_id"] != teacher_id:
                 raise UserError(f"{teacher_path} holds {teacher_id} where {distill_path} holds {row['sample_id']}")
             input_ids_T = torch.tensor(row["input_ids"], dtype=torch.int64)
@@ -68,10 +79,42 @@ def load_positions(
             labels_TK = head_labels(input_ids_T, torch.tensor(row["loss_mask"]), num_heads)
             hidden.append(live(input_ids_T, at_P) if live else unpack_hidden(packed, hidden_size, dtype))
             labels.append(labels_TK[at_P])
+            if top is not None and len(at):
+                ids_PJ, logprobs_PJ = (torch.tensor(kept).view(len(at), -1) for kept in top)
+                targets.append(teacher_targets(labels[-1], at_P, ids_PJ, logprobs_PJ))
             sample.append(np.full(len(at), len(samples)))
             position.append(at)
             samples.append({name: row[name] for name in ("sample_id", "conversation_id", "temperature")})
-    return Positions(torch.cat(hidden), torch.cat(labels), np.concatenate(sample), np.concatenate(position), samples)
+    return Positions(
+        torch.cat(hidden),
+        torch.cat(labels),
+        np.concatenate(sample),
+        np.concatenate(position),
+        samples,
+        (torch.cat([ids for ids, _ in targets]), torch.cat([shares for _, shares in targets])) if targets else None,
+    )
+
+
+def teacher_targets(
+    labels_PK: torch.Tensor, at_P: torch.Tensor, ids_PJ: torch.Tensor, logprobs_PJ: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the teacher said at the place of each label of one answer: tokens [P, K, J] (int32; IGNORE where there is
+    no label) and their probabilities.
+
+    The label of head k at position t is token t + k + 1, whose distribution is the teacher's at t + k. Where the
+    teacher has nothing there, the label itself has the whole mass.
+    """
+    count, heads = labels_PK.shape
+    wanted_PK = at_P[:, None] + torch.arange(1, heads + 1)
+    # Positions ascend, and some may be missing.
+    source_PK = torch.searchsorted(at_P, wanted_PK).clamp(max=count - 1)
+    found_PK = at_P[source_PK] == wanted_PK
+    alone_PKJ = torch.full((count, heads, ids_PJ.shape[1]), IGNORE)
+    alone_PKJ[..., 0] = labels_PK
+    tokens_PKJ = torch.where(found_PK[..., None], ids_PJ[source_PK], alone_PKJ)
+    tokens_PKJ = torch.where(labels_PK[..., None] == IGNORE, IGNORE, tokens_PKJ)
+    shares_PKJ = torch.where(found_PK[..., None], logprobs_PJ[source_PK].exp(), 1.0)
+    return tokens_PKJ.to(torch.int32), shares_PKJ
 
 
 def live_hidden(model: torch.nn.Module) -> HiddenSource:

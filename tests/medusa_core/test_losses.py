@@ -102,7 +102,7 @@ def test_chunked_cross_entropy_is_the_plain_one(chunk: int, with_bias: bool, nee
     inputs = [x, weight, bias][: 3 if with_bias else 2]
     ours = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=False)]
     plain = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=False)]
-    value = linear_cross_entropy(ours[0], ours[1], ours[2] if with_bias else None, labels, chunk)
+    value = linear_cross_entropy(ours[0], ours[1], ours[2] if with_bias else None, labels, chunk=chunk)
     logits = F.linear(plain[0], plain[1], plain[2] if with_bias else None)
     expected = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -116,11 +116,30 @@ def test_chunked_cross_entropy_is_the_plain_one(chunk: int, with_bias: bool, nee
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_shares_of_a_target_are_the_plain_soft_cross_entropy(chunk: int) -> None:
+    """Catches a softmax scaled as if every row's shares made 1, and a share that counts though its label is ignored."""
+    x, weight, bias, _ = random_case(1)
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.stack([torch.randperm(11, generator=generator)[:3] for _ in range(23)])
+    shares = torch.rand(23, 3, generator=generator) / 3
+    labels[::5, 1], labels[3] = IGNORE, IGNORE
+    ours, plain = ([t.clone().requires_grad_() for t in (x, weight, bias)] for _ in range(2))
+    value = linear_cross_entropy(*ours, labels, shares, chunk)
+    logprobs = F.linear(*plain).log_softmax(-1)
+    expected = -(shares * (labels != IGNORE) * logprobs.gather(-1, labels.clamp(min=0))).sum()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    (value * 0.37).backward()
+    (expected * 0.37).backward()
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-5, atol=2e-6)
+
+
 def test_bf16_gradients_come_back_in_the_dtype_of_their_tensors() -> None:
     """Catches a sum accumulated in bf16: 23 rows in chunks of 1 must still be as exact as one product."""
     x, weight, bias, labels = random_case(1, torch.bfloat16)
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    linear_cross_entropy(*leaves, labels, 1).backward()
+    linear_cross_entropy(*leaves, labels, chunk=1).backward()
     wide = [t.float().requires_grad_() for t in (x, weight, bias)]
     F.cross_entropy(F.linear(*wide), labels, ignore_index=IGNORE, reduction="sum").backward()
     for low, high in zip(leaves, wide, strict=True):
@@ -177,7 +196,7 @@ def test_logits_of_more_than_one_chunk_never_exist() -> None:
     weight = torch.randn(vocab, hidden, requires_grad=True)
     labels = torch.randint(vocab, (positions,))
     with LargestTensor() as largest:
-        linear_cross_entropy(x, weight, None, labels, chunk).backward()
+        linear_cross_entropy(x, weight, None, labels, chunk=chunk).backward()
     assert 0 < largest.elements <= chunk * vocab
     with LargestTensor() as plain:
         F.cross_entropy(x @ weight.T, labels).backward()

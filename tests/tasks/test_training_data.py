@@ -11,7 +11,14 @@ import torch
 from infra.errors import UserError
 from tasks.distill import SCHEMA
 from tasks.stage import write_table
-from tasks.training_data import batches, frequent_tokens, load_positions, pair_shards, window_plan
+from tasks.training_data import (
+    batches,
+    frequent_tokens,
+    load_positions,
+    pair_shards,
+    teacher_targets,
+    window_plan,
+)
 
 
 def shard(path: Path, rows: list[tuple[list[int], list[bool]]]) -> Path:
@@ -78,3 +85,23 @@ def test_labels_belong_to_their_hidden_states(tmp_path: Path) -> None:
     write_table(teacher, pa.Table.from_pylist([row], schema=TEACHER_SCHEMA))
     with pytest.raises(UserError, match="other"):
         load_positions([(distill, teacher)], num_heads=2, hidden_size=2, dtype=torch.float32)
+
+
+def test_targets_are_what_the_teacher_said_where_the_label_stands() -> None:
+    """Catches distributions of the place before or after, ones taken across a gap, and labels that get one though they
+    have none."""
+    # Tokens 1 .. 5 of an answer were read; what the teacher had at token 3 could not be used.
+    at_P = torch.tensor([1, 2, 4, 5])
+    labels_PK = torch.tensor([[12, 13], [13, 14], [15, -100], [-100, -100]])
+    ids_PJ = torch.tensor([[100, 101], [200, 201], [400, 401], [500, 501]])
+    tokens, shares = teacher_targets(labels_PK, at_P, ids_PJ, torch.tensor([[0.5, 0.2]] * 4).log() - at_P[:, None])
+    at_two, at_four, at_five = [[200, 201], [400, 401], [500, 501]]
+    assert tokens.tolist() == [
+        [at_two, [13, -100]],
+        [[13, -100], at_four],
+        [at_five, [-100, -100]],
+        [[-100, -100], [-100, -100]],
+    ]
+    torch.testing.assert_close(shares[0, 0], torch.tensor([0.5, 0.2]) * torch.e**-2)
+    torch.testing.assert_close(shares[1, 1], torch.tensor([0.5, 0.2]) * torch.e**-4)
+    assert shares[0, 1, 0] == shares[1, 0, 0] == 1.0
