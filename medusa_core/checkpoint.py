@@ -108,12 +108,7 @@ def load_heads(
             f"{directory / WEIGHTS}: tensor vocab_map_C is {vocab_map.dtype} of shape {tuple(vocab_map.shape)}, "
             "not a list of token ids (int64)"
         )
-    heads = MedusaHeads(
-        described.heads,
-        lm_weight_VD=output.weight.detach(),
-        lm_bias_V=None if output.bias is None else output.bias.detach(),
-        vocab_map_C=vocab_map,
-    )
+    heads = MedusaHeads.on(model, described.heads, vocab_map)
     expected = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from medusa_core.errors import InputError
 from medusa_core.losses import IGNORE, count_labels, linear_cross_entropy
@@ -90,33 +91,16 @@ class VocabularyProjection(nn.Module):
     def losses(
         self,
         x_KPD: torch.Tensor,
-        labels_PK: torch.Tensor,
-        shares: torch.Tensor | None,
+        labels: torch.Tensor,
+        shares_PKJ: torch.Tensor | None,
         lm_weight_CD: torch.Tensor | None,
     ) -> torch.Tensor:
         """Summed cross-entropy of every head, [K], without ever holding all logits. `lm_weight_CD` takes the place of
         a shared projection's weight."""
-        count = len(x_KPD)
-        biases: tuple[torch.Tensor | None, ...]
         if self.own:
-            # Unbound at once: a head's slice taken by itself would have a gradient as large as all heads' weights.
-            weights = self.weight.unbind()
-            biases = (None,) * count if self.bias is None else self.bias.unbind()
-        else:
-            weights = (self.weight_CD if lm_weight_CD is None else lm_weight_CD,) * count
-            biases = (self.bias_C,) * count
-        return torch.stack(
-            [
-                linear_cross_entropy(
-                    x_KPD[head],
-                    weights[head],
-                    biases[head],
-                    labels_PK[:, head].contiguous(),
-                    None if shares is None else shares[:, head],
-                )
-                for head in range(count)
-            ]
-        )
+            return linear_cross_entropy(x_KPD, self.weight, self.bias, labels, shares_PKJ)
+        weight_CD = self.weight_CD if lm_weight_CD is None else lm_weight_CD
+        return linear_cross_entropy(x_KPD, weight_CD, self.bias_C, labels, shares_PKJ)
 
 
 class MedusaHeads(nn.Module):
@@ -147,6 +131,18 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList(ResidualBlocks(config, hidden) for _ in range(config.num_layers))
         bias_C = None if lm_bias_V is None else lm_bias_V[vocab_map_C]
         self.projection = VocabularyProjection(config, lm_weight_VD[vocab_map_C], bias_C)
+
+    @classmethod
+    def on(cls, model: PreTrainedModel, config: HeadsConfig, vocab_map_C: torch.Tensor | None = None) -> MedusaHeads:
+        """Untrained heads on a model's LM head."""
+        output = model.get_output_embeddings()
+        bias = getattr(output, "bias", None)
+        return cls(
+            config,
+            lm_weight_VD=output.weight.detach(),
+            lm_bias_V=None if bias is None else bias.detach(),
+            vocab_map_C=vocab_map_C,
+        )
 
     @property
     def num_heads(self) -> int:

@@ -57,7 +57,7 @@ def weighted_loss(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy through a linear layer, a chunk of positions at a time.
+    """Cross-entropy of K heads through linear layers, a chunk of one head's positions at a time.
 
     The gradients are formed in the forward pass while a chunk's logits are at hand, so that no more than
     [chunk, C] logits ever exist.
@@ -66,57 +66,71 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_PD: torch.Tensor,
-        weight_CD: torch.Tensor,
-        bias_C: torch.Tensor | None,
-        labels_PJ: torch.Tensor,
-        shares_PJ: torch.Tensor,
+        x_KPD: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels_PKJ: torch.Tensor,
+        shares_PKJ: torch.Tensor,
         chunk: int,
     ) -> torch.Tensor:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        total = x_PD.new_zeros((), dtype=torch.float32)
-        grad_x = torch.zeros_like(x_PD) if needs_x else None
-        grad_weight = torch.zeros_like(weight_CD, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias_C, dtype=torch.float32) if needs_bias and bias_C is not None else None
-        kept_P = (labels_PJ != IGNORE).any(-1).nonzero()[:, 0]
-        for rows in kept_P.split(chunk):
-            x, labels = x_PD[rows], labels_PJ[rows]
-            shares = shares_PJ[rows].masked_fill(labels == IGNORE, 0.0)
-            labels, mass = labels.clamp(min=0), shares.sum(-1, keepdim=True)
-            logits = F.linear(x, weight_CD, bias_C).float()
-            # Everything else happens in place: a chunk's logits are read from memory as seldom as can be.
-            logits -= logits.amax(-1, keepdim=True)
-            total -= (shares * logits.gather(-1, labels)).sum()
-            exponentials = logits.exp_()
-            sums = exponentials.sum(-1, keepdim=True)
-            total += (mass * sums.log()).sum()
-            if not any((needs_x, needs_weight, needs_bias)):
-                continue
-            grad_logits = exponentials.mul_(mass / sums).scatter_add_(-1, labels, -shares)
-            grad_low = grad_logits.to(x.dtype)
-            if grad_x is not None:
-                grad_x[rows] = grad_low @ weight_CD
-            if grad_weight is not None and grad_low.dtype == grad_weight.dtype:
-                grad_weight.addmm_(grad_low.T, x)
-            elif grad_weight is not None:
-                grad_weight += grad_low.T @ x
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-        # Not saved for backward but handed over, so that backward may scale them where they are: the weight's is as
-        # large as the vocabulary.
-        ctx.gradients = grad_x, grad_weight, grad_bias
-        ctx.dtypes = weight_CD.dtype, None if bias_C is None else bias_C.dtype
-        return total
+        heads, own = len(x_KPD), weight.dim() == 3
+        total_K = x_KPD.new_zeros(heads, dtype=torch.float32)
+        grad_x_KPD = torch.zeros_like(x_KPD) if needs_x else None
+        # A gradient for each head even where they share a weight: backward will scale each by a factor of its own.
+        grad_weight_KCD = weight.new_zeros(heads, *weight.shape[-2:], dtype=torch.float32) if needs_weight else None
+        grad_bias_KC = None
+        if needs_bias and bias is not None:
+            grad_bias_KC = bias.new_zeros(heads, bias.shape[-1], dtype=torch.float32)
+        for head, x_PD in enumerate(x_KPD):
+            weight_CD = weight[head] if own else weight
+            bias_C = bias[head] if own and bias is not None else bias
+            labels_PJ, shares_PJ = labels_PKJ[:, head], shares_PKJ[:, head]
+            for rows in (labels_PJ != IGNORE).any(-1).nonzero()[:, 0].split(chunk):
+                x, labels = x_PD[rows], labels_PJ[rows]
+                shares = shares_PJ[rows].masked_fill(labels == IGNORE, 0.0)
+                labels, mass = labels.clamp(min=0), shares.sum(-1, keepdim=True)
+                logits = F.linear(x, weight_CD, bias_C).float()
+                # Everything else happens in place: a chunk's logits are read from memory as seldom as can be.
+                logits -= logits.amax(-1, keepdim=True)
+                total_K[head] -= (shares * logits.gather(-1, labels)).sum()
+                exponentials = logits.exp_()
+                sums = exponentials.sum(-1, keepdim=True)
+                total_K[head] += (mass * sums.log()).sum()
+                if not any((needs_x, needs_weight, needs_bias)):
+                    continue
+                grad_logits = exponentials.mul_(mass / sums).scatter_add_(-1, labels, -shares)
+                grad_low = grad_logits.to(x.dtype)
+                if grad_x_KPD is not None:
+                    grad_x_KPD[head, rows] = grad_low @ weight_CD
+                if grad_weight_KCD is not None and grad_low.dtype == grad_weight_KCD.dtype:
+                    grad_weight_KCD[head].addmm_(grad_low.T, x)
+                elif grad_weight_KCD is not None:
+                    grad_weight_KCD[head] += grad_low.T @ x
+                if grad_bias_KC is not None:
+                    grad_bias_KC[head] += grad_logits.sum(0)
+        # Not saved for backward but handed over, so that backward may scale them where they are: together they are as
+        # large as the heads' weights.
+        ctx.gradients = grad_x_KPD, grad_weight_KCD, grad_bias_KC
+        ctx.own, ctx.dtypes = own, (weight.dtype, None if bias is None else bias.dtype)
+        return total_K
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        (grad_x, grad_weight, grad_bias), ctx.gradients = ctx.gradients, ()
+        (grad_K,) = grads
+        (grad_x_KPD, grad_weight_KCD, grad_bias_KC), ctx.gradients = ctx.gradients, ()
         weight_dtype, bias_dtype = ctx.dtypes
+
+        def scaled(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.mul_(grad_K.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))
+
+        def of_layer(gradient: torch.Tensor) -> torch.Tensor:
+            return scaled(gradient) if ctx.own else torch.tensordot(grad_K, gradient, 1)
+
         return (
-            None if grad_x is None else grad_x.mul_(grad.to(grad_x.dtype)),
-            None if grad_weight is None else grad_weight.mul_(grad).to(weight_dtype),
-            None if grad_bias is None else grad_bias.mul_(grad).to(bias_dtype),
+            None if grad_x_KPD is None else scaled(grad_x_KPD),
+            None if grad_weight_KCD is None else of_layer(grad_weight_KCD).to(weight_dtype),
+            None if grad_bias_KC is None else of_layer(grad_bias_KC).to(bias_dtype),
             None,
             None,
             None,
@@ -124,25 +138,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x_PD: torch.Tensor,
-    weight_CD: torch.Tensor,
-    bias_C: torch.Tensor | None,
+    x_KPD: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     labels: torch.Tensor,
-    shares_PJ: torch.Tensor | None = None,
+    shares_PKJ: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy (nats, fp32 scalar) of softmax(x Wᵀ + b) against labels [P]; IGNORE labels are skipped.
+    """Summed cross-entropy (nats, fp32 [K]) of softmax(x Wᵀ + b) against labels [P, K]; IGNORE labels are skipped.
 
-    With `shares_PJ` (fp32) the labels are [P, J], each with its share of the target's mass; what a row's shares lack of
-    1 teaches nothing. Rows without a label are dropped before the product. Its gradient can be taken once.
+    `weight` is [C, D] for all heads or [K, C, D], `bias` likewise. With `shares_PKJ` (fp32) the labels are [P, K, J],
+    each with its share of the target's mass; what a position's shares lack of 1 teaches nothing. Positions without a
+    label are left out of the product. The gradient can be taken once.
     """
+    if shares_PKJ is None:
+        labels = labels[..., None]
+        shares_PKJ = torch.ones(labels.shape, device=labels.device)
     if chunk is None:
         # Small enough for a core's cache, unless every chunk adds to a gradient as large as the weight.
-        chunk = 2048 if x_PD.is_cuda else 512 if weight_CD.requires_grad else 128
-    if shares_PJ is None:
-        labels, shares_PJ = labels[:, None], torch.ones(len(labels), 1, device=labels.device)
-    total: torch.Tensor = _LinearCrossEntropy.apply(x_PD, weight_CD, bias_C, labels, shares_PJ, chunk)  # type: ignore[no-untyped-call]
-    return total
+        chunk = 2048 if x_KPD.is_cuda else 512 if weight.requires_grad else 128
+    total_K: torch.Tensor = _LinearCrossEntropy.apply(x_KPD, weight, bias, labels, shares_PKJ, chunk)  # type: ignore
+    return total_K
 
 
 def divergence(teacher_PV: torch.Tensor, student_PV: torch.Tensor) -> torch.Tensor:

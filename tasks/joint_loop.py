@@ -17,6 +17,7 @@ import torch
 from infra.artifacts import write_json
 from medusa_core.adapters import add_lora, lm_head_rows, merged, untie
 from medusa_core.checkpoint import load_heads, save_heads, weights_digest
+from medusa_core.heads import MedusaHeads
 from medusa_core.losses import count_labels, head_labels
 from medusa_core.schedules import heads_share
 from tasks.backbone import load_model
@@ -30,6 +31,7 @@ from tasks.training_data import Positions, Shard, batches, teacher_targets, wind
 
 ADAPTER, HEADS = "adapter", "heads"
 _SAID = (*TOP_K, "tail_logmass")
+_HELD_OUT_ROWS = 4
 
 
 def joint_loop(spec: dict[str, Any]) -> None:
@@ -38,13 +40,17 @@ def joint_loop(spec: dict[str, Any]) -> None:
     device, config = prepare_rank(spec), spec["config"]
     model = load_model(spec["backbone"], dtype_of(config["dtype"]), str(device))
     heads = load_heads(Path(spec["initial_heads"]), model, backbone_digest=spec["backbone_digest"])
+    if not config["warm_start"]:
+        heads = MedusaHeads.on(model, heads.config, heads.vocab_map_C).to(model.dtype)
     heads.requires_grad_(True).train()
     if config["lora"]:
         untie(model)
         model = add_lora(model, **config["lora"])
     else:
         model.requires_grad_(True)
-    objective = JointObjective(model, heads, decay=config["decay"], teacher=config["teacher"]).to(device)
+    objective = JointObjective(
+        model, heads, decay=config["decay"], teacher=config["teacher"], lm_weight=config["lm_weight"]
+    ).to(device)
     objective.check()
     objective.train()
     if config["gradient_checkpointing"]:
@@ -71,7 +77,8 @@ def total_steps(spec: dict[str, Any]) -> int:
     """Optimizer steps of the whole run."""
     sizes, batch = dict(zip(spec["shards"], spec["rows"], strict=True)), spec["config"]["batch_conversations"]
     windows = [window for epoch in range(spec["config"]["epochs"]) for window in _windows(spec, epoch)]
-    return sum(max(1, sum(sizes[shard] for shard in window) // batch) for window in windows)
+    steps = sum(max(1, sum(sizes[shard] for shard in window) // batch) for window in windows)
+    return min(steps, spec["config"]["max_steps"] or steps)
 
 
 def _windows(spec: dict[str, Any], epoch: int) -> list[list[Shard]]:
@@ -121,6 +128,8 @@ class _Run(RankRun):
             self._evaluate(0)
         for epoch in range(config["epochs"]):
             for number, window in enumerate(_windows(self.spec, epoch)):
+                if seen >= self.total:
+                    break
                 conversations = load_conversations(
                     sorted(window),
                     top_k=config["teacher"] == "top_k",
@@ -129,10 +138,13 @@ class _Run(RankRun):
                 seed = config["seed"] * 7919 + epoch * 131 + number
                 for index in batches(len(conversations), config["batch_conversations"], seed=seed):
                     seen += 1
-                    if seen > done:
+                    if done < seen <= self.total:
                         self._train_step([conversations[i] for i in index.tolist()])
-            if self.step == seen and len(self.evaluations) <= epoch + 1:
+            # Not if a resumed run was past it, nor again after its last step.
+            if self.step == min(seen, self.total) and len(self.evaluations) <= epoch + 1:
                 self._evaluate(epoch + 1)
+            if self.step == self.total:
+                break
         self._finish()
 
     def _train_step(self, chosen: list[Conversation]) -> None:
@@ -175,14 +187,15 @@ class _Run(RankRun):
     def _evaluate(self, epoch: int) -> None:
         """Heads and backbone on held-out conversations, spread over the ranks; all keep the result."""
         self.engine.eval()
-        conversations = load_conversations(self.spec["held_out"])
+        conversations = sorted(load_conversations(self.spec["held_out"]), key=lambda c: len(c.input_ids_T))
+        groups = [conversations[i : i + _HELD_OUT_ROWS] for i in range(0, len(conversations), _HELD_OUT_ROWS)]
         mine = []
-        for first in range(0, len(conversations), self.world):
+        for first in range(0, len(groups), self.world):
             # All ranks make as many passes, or those of one would wait for the others' parameters for ever.
             number = first + self.rank
-            measured = self._measured(conversations[number % len(conversations)])
-            if number < len(conversations):
-                mine.append(measured)
+            measured = self._measured(groups[number % len(groups)])
+            if number < len(groups):
+                mine += measured
         every: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(every, mine)
         hidden, labels, quality = zip(*(row for rows in every for row in rows), strict=True)
@@ -199,13 +212,18 @@ class _Run(RankRun):
         self.engine.train()
         self.evaluations.append(evaluated | {"epoch": epoch, "step": self.step, "quality": summarize(quality)})
 
-    def _measured(self, conversation: Conversation) -> tuple[torch.Tensor, torch.Tensor, ConversationQuality]:
-        """Hidden states [P, D] and labels [P, K] of one conversation, and how far the backbone has moved on it."""
+    def _measured(self, group: list[Conversation]) -> list[tuple[torch.Tensor, torch.Tensor, ConversationQuality]]:
+        """Of every conversation: hidden states [P, D], labels [P, K], and how far the backbone has moved on it."""
         objective = self.objective
-        batch = Batch.of([conversation], num_heads=objective.heads.num_heads, device=self.device)
+        batch = Batch.of(group, num_heads=objective.heads.num_heads, device=self.device)
         hidden_PD = objective.hidden(batch)
-        quality = compare(self._original_logits(batch), objective.logits(hidden_PD), batch.next_P)
-        return hidden_PD.cpu(), batch.labels_PK.cpu(), quality
+        was_PV, now_PV = self._original_logits(batch), objective.logits(hidden_PD)
+        found = []
+        for row in range(len(group)):
+            own = batch.row_P == row
+            quality = compare(was_PV[own], now_PV[own], batch.next_P[own])
+            found.append((hidden_PD[own].cpu(), batch.labels_PK[own].cpu(), quality))
+        return found
 
     def _original_logits(self, batch: Batch) -> torch.Tensor:
         """What the backbone said before its training, [P, V]: its adapter off, or the model itself once more."""

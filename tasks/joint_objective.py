@@ -101,9 +101,11 @@ class Batch:
 class JointObjective(nn.Module):
     """Backbone and heads as one module, so that DeepSpeed sees every parameter used in its forward."""
 
-    def __init__(self, model: Any, heads: MedusaHeads, *, decay: float, teacher: Teacher) -> None:
+    def __init__(
+        self, model: Any, heads: MedusaHeads, *, decay: float, teacher: Teacher, lm_weight: float = 1.0
+    ) -> None:
         super().__init__()
-        self.model, self.heads, self.teacher = model, heads, teacher
+        self.model, self.heads, self.teacher, self.lm_weight = model, heads, teacher, lm_weight
         self.register_buffer("weights_K", head_weights(heads.num_heads, decay), persistent=False)
         if teacher == "adapter_off" and not isinstance(model, PeftModel):
             raise UserError("the teacher can't be the model with its adapter off: there is no adapter")
@@ -124,19 +126,22 @@ class JointObjective(nn.Module):
     def forward(
         self, batch: Batch, *, positions: float, counts_K: torch.Tensor, heads_share: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch and its two parts, L_LM and Σ λ_k L_k: sums over its positions, divided by the
-        numbers of positions and of labels that the caller says."""
+        """The loss of a micro-batch and its two parts, L_LM (nan if it has no weight) and Σ λ_k L_k: sums over its
+        positions, divided by the numbers of positions and of labels that the caller says."""
         states_BTD = self._states(batch)
         hidden_PD = states_BTD[batch.row_P, batch.column_P]
         # One row through the LM head, times nothing: every rank's backward must reach the same parameters, also where
         # its micro-batch has nothing to learn.
         anchor = self.logits(states_BTD[:1, 0]).float().sum() * 0.0
-        lm = (anchor + self._lm_sum(hidden_PD, batch)) / positions
+        lm = anchor
+        if self.lm_weight:
+            lm = lm + self._lm_sum(hidden_PD, batch) / positions
         rows_CD = lm_head_rows(self.backbone.get_output_embeddings(), self.heads.vocab_map_C)
         labels, shares_PKJ = batch.learnt
         sums_K, _ = self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)
         heads = weighted_loss(sums_K, counts_K, self.weights_K.float())
-        return lm + heads_share * heads, lm.detach(), heads.detach()
+        shown = lm.detach() if self.lm_weight else lm.new_tensor(float("nan"))
+        return self.lm_weight * lm + heads_share * heads, shown, heads.detach()
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """Hidden states [P, D] after the final norm, of the backbone as it is now."""

@@ -42,7 +42,9 @@ def train_loop(spec: dict[str, Any]) -> None:
     """Trains to the end, resuming from the newest checkpoint, and writes heads, curve and evaluation."""
     device, config = prepare_rank(spec), spec["config"]
     backbone = load_model(spec["backbone"], dtype_of(spec["hidden_dtype"]), str(device))
-    heads = _new_heads(spec, backbone).to(device=device, dtype=dtype_of(config["dtype"]))
+    vocab_map = None if spec["vocab_map"] is None else torch.tensor(spec["vocab_map"])
+    heads = MedusaHeads.on(backbone, HeadsConfig.model_validate(spec["heads"]), vocab_map)
+    heads = heads.to(device=device, dtype=dtype_of(config["dtype"]))
     reader = _Reader(spec, backbone)
     if spec["cached"]:
         del backbone
@@ -61,17 +63,6 @@ def train_loop(spec: dict[str, Any]) -> None:
     )
     _Run(engine, reader, spec, rows=rows, total=total).train()
     torch.distributed.barrier()
-
-
-def _new_heads(spec: dict[str, Any], backbone: Any) -> MedusaHeads:
-    output = backbone.get_output_embeddings()
-    bias = getattr(output, "bias", None)
-    return MedusaHeads(
-        HeadsConfig.model_validate(spec["heads"]),
-        lm_weight_VD=output.weight.detach(),
-        lm_bias_V=None if bias is None else bias.detach(),
-        vocab_map_C=None if spec["vocab_map"] is None else torch.tensor(spec["vocab_map"]),
-    )
 
 
 def total_steps(spec: dict[str, Any]) -> int:

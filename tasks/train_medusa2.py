@@ -44,7 +44,12 @@ class JointConfig(BaseModel):
 
     lora: LoraSettings | None = Field(default_factory=LoraSettings)
     teacher: Literal["adapter_off", "top_k", "data"] = "adapter_off"
+    warm_start: bool = Field(
+        True, description="begin with stage 1's heads; if not, with untrained ones of their layout"
+    )
+    lm_weight: float = Field(1.0, ge=0, description="of L_LM; with 0 nothing holds the backbone to what it said")
     epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1, description="end there, whatever the epochs say")
     batch_conversations: int = Field(8, ge=1, description="conversations per optimizer step, over all ranks")
     micro_conversations: int = Field(1, ge=1, description="conversations per forward pass of a rank")
     learning_rate: float = Field(5e-4, gt=0, description="of the backbone's weights")

@@ -82,34 +82,43 @@ def test_the_weights_and_the_weighted_sum_are_the_papers() -> None:
 
 
 def random_case(
-    seed: int, dtype: torch.dtype = torch.float64
+    seed: int, dtype: torch.dtype = torch.float64, *, own: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs of two heads, a weight and a bias for both or each, and labels."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(23, 6, generator=generator, dtype=dtype)
-    weight = torch.randn(11, 6, generator=generator, dtype=dtype)
-    bias = torch.randn(11, generator=generator, dtype=dtype)
-    labels = torch.randint(11, (23,), generator=generator)
-    labels[::4] = IGNORE
+    heads = (2,) if own else ()
+    x = torch.randn(2, 23, 6, generator=generator, dtype=dtype)
+    weight = torch.randn(*heads, 11, 6, generator=generator, dtype=dtype)
+    bias = torch.randn(*heads, 11, generator=generator, dtype=dtype)
+    labels = torch.randint(11, (23, 2), generator=generator)
+    labels[::4], labels[5, 1] = IGNORE, IGNORE
     return x, weight, bias, labels
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 17, 1000])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
-def test_chunked_cross_entropy_is_the_plain_one(chunk: int, with_bias: bool, needs: tuple[bool, bool, bool]) -> None:
-    """Catches a chunk dropped or counted twice, an ignored row that teaches, and a gradient left at zero."""
-    x, weight, bias, labels = random_case(0)
+def test_chunked_cross_entropy_is_the_plain_one(
+    chunk: int, with_bias: bool, own: bool, needs: tuple[bool, bool, bool]
+) -> None:
+    """Catches a chunk dropped or counted twice, an ignored row that teaches, a gradient left at zero, and heads whose
+    factors or gradients are mixed up."""
+    x, weight, bias, labels = random_case(0, own=own)
     inputs = [x, weight, bias][: 3 if with_bias else 2]
     ours = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=False)]
     plain = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=False)]
     value = linear_cross_entropy(ours[0], ours[1], ours[2] if with_bias else None, labels, chunk=chunk)
-    logits = F.linear(plain[0], plain[1], plain[2] if with_bias else None)
-    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
-    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    logits = plain[0] @ plain[1].mT + (plain[2][..., None, :] if with_bias else 0.0)
+    expected = torch.stack(
+        [F.cross_entropy(logits[k], labels[:, k], ignore_index=IGNORE, reduction="sum") for k in range(2)]
+    )
+    torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-6)
     assert value.requires_grad == any(t.requires_grad for t in ours)
     if value.requires_grad:
-        (value * 0.37).backward()
-        (expected * 0.37).backward()
+        factors = torch.tensor([0.37, 1.9])
+        (value * factors).sum().backward()
+        (expected * factors).sum().backward()
     for mine, theirs in zip(ours, plain, strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
         if mine.grad is not None and theirs.grad is not None:
@@ -121,13 +130,13 @@ def test_shares_of_a_target_are_the_plain_soft_cross_entropy(chunk: int) -> None
     """Catches a softmax scaled as if every row's shares made 1, and a share that counts though its label is ignored."""
     x, weight, bias, _ = random_case(1)
     generator = torch.Generator().manual_seed(2)
-    labels = torch.stack([torch.randperm(11, generator=generator)[:3] for _ in range(23)])
-    shares = torch.rand(23, 3, generator=generator) / 3
-    labels[::5, 1], labels[3] = IGNORE, IGNORE
+    labels = torch.stack([torch.randperm(11, generator=generator)[:3] for _ in range(46)]).view(23, 2, 3)
+    shares = torch.rand(23, 2, 3, generator=generator) / 3
+    labels[::5, :, 1], labels[3] = IGNORE, IGNORE
     ours, plain = ([t.clone().requires_grad_() for t in (x, weight, bias)] for _ in range(2))
-    value = linear_cross_entropy(*ours, labels, shares, chunk)
-    logprobs = F.linear(*plain).log_softmax(-1)
-    expected = -(shares * (labels != IGNORE) * logprobs.gather(-1, labels.clamp(min=0))).sum()
+    value = linear_cross_entropy(*ours, labels, shares, chunk).sum()
+    logprobs_PKC = F.linear(*plain).log_softmax(-1).transpose(0, 1)
+    expected = -(shares * (labels != IGNORE) * logprobs_PKC.gather(-1, labels.clamp(min=0))).sum()
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
     (value * 0.37).backward()
     (expected * 0.37).backward()
@@ -139,9 +148,10 @@ def test_bf16_gradients_come_back_in_the_dtype_of_their_tensors() -> None:
     """Catches a sum accumulated in bf16: 23 rows in chunks of 1 must still be as exact as one product."""
     x, weight, bias, labels = random_case(1, torch.bfloat16)
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    linear_cross_entropy(*leaves, labels, chunk=1).backward()
+    linear_cross_entropy(*leaves, labels, chunk=1).sum().backward()
     wide = [t.float().requires_grad_() for t in (x, weight, bias)]
-    F.cross_entropy(F.linear(*wide), labels, ignore_index=IGNORE, reduction="sum").backward()
+    logits = F.linear(*wide).transpose(0, 1).flatten(0, 1)
+    F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum").backward()
     for low, high in zip(leaves, wide, strict=True):
         assert low.grad is not None and high.grad is not None
         assert low.grad.dtype == torch.bfloat16
@@ -192,12 +202,12 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_of_more_than_one_chunk_never_exist() -> None:
     """Catches [tokens × vocabulary] logits, in the forward or the backward pass."""
     positions, vocab, hidden, chunk = 512, 300, 4, 16
-    x = torch.randn(positions, hidden, requires_grad=True)
+    x = torch.randn(1, positions, hidden, requires_grad=True)
     weight = torch.randn(vocab, hidden, requires_grad=True)
-    labels = torch.randint(vocab, (positions,))
+    labels = torch.randint(vocab, (positions, 1))
     with LargestTensor() as largest:
-        linear_cross_entropy(x, weight, None, labels, chunk=chunk).backward()
+        linear_cross_entropy(x, weight, None, labels, chunk=chunk).sum().backward()
     assert 0 < largest.elements <= chunk * vocab
     with LargestTensor() as plain:
-        F.cross_entropy(x @ weight.T, labels).backward()
+        F.cross_entropy(x[0] @ weight.T, labels[:, 0]).backward()
     assert plain.elements >= positions * vocab, "the recorder sees nothing"
