@@ -70,12 +70,13 @@ def run(
     """
     from flows.config import load_config
     from flows.plan import make_plan, print_plan
-    from flows.stages import STAGE_NAMES
+    from flows.stages import stages_of
     from infra.errors import UserError
 
-    if until not in STAGE_NAMES:
-        raise UserError(f"--until {until!r} is no stage; the stages are {', '.join(STAGE_NAMES)}")
     settings, place = load_config(config, overrides or []), root_of(root)
+    names = [*(stage.name for stage in stages_of(settings)), "publish"]
+    if until not in names:
+        raise UserError(f"--until {until!r} is no stage of this run; its stages are {', '.join(names)}")
     if plan:
         planned = make_plan(settings, place, until)
         if as_json:

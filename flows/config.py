@@ -67,11 +67,11 @@ class RunConfig(BaseModel):
                 f"medusa2 would train a backbone whose weights are {bits}: what it changes there can't be merged back, "
                 "and its teacher would be the quantized model; leave backbone.quantization out"
             )
-        if bits and self.distill.answers == "model":
+        if bits and (self.distill.answers == "model" or self.train.targets == "teacher"):
             raise ValueError(
                 f"self-distillation on an {bits} backbone would teach what the quantized model says, not what "
                 "the model does: leave backbone.quantization out, or train on your own conversations "
-                "(distill.answers: source)"
+                "(distill.answers: source, train.targets: text)"
             )
         return self
 

@@ -108,7 +108,9 @@ class Workload:
     def assumed(cls, config: RunConfig, limit: int) -> Workload:
         """From the number of prompts that a recipe allows, where its sources can't be read here."""
         share, tokens = config.prompts.split, ASSUMED["tokens of a prompt that can't be read yet"]
-        return cls._with(config, int(limit * share["train"]), int(limit * share["calibration"]), tokens, 4 * tokens)
+        # As many turns as the recipe takes: chat sets have more.
+        turns = limit * config.distill.max_turns
+        return cls._with(config, int(turns * share["train"]), int(turns * share["calibration"]), tokens, 4 * tokens)
 
     @classmethod
     def _with(cls, config: RunConfig, train: int, held_out: int, mean: float, longest: float) -> Workload:
@@ -132,7 +134,9 @@ class Costs:
         self.gpu = GPUS[config.plan.gpu] if config.plan.gpu else None
         bits = {"int8": 8, "int4": 4}.get(config.backbone.quantization or "", 0)
         self.itemsize = dtype_of(config.teacher.dtype).itemsize
-        self.weights = shape.parameters * bits // 8 if bits else shape.parameters * self.itemsize
+        # Embeddings and LM head keep their bits.
+        inner = shape.parameters - shape.vocab * shape.hidden * (1 if shape.tied else 2) if bits else 0
+        self.weights = inner * bits // 8 + (shape.parameters - inner) * self.itemsize
 
     def stages(self) -> dict[str, dict[str, Any]]:
         """By stage name; a stage that isn't in it costs next to nothing."""
@@ -212,16 +216,17 @@ class Costs:
 
     def _train(self) -> dict[str, Any]:
         config, tokens = self.config.train, self.work.train * self.config.train.epochs
-        ranks = self.config.plan.gpus if self.gpu else self.config.placement.train_worker_count
+        ranks = self._ranks()
         rows = config.batch_positions // (ranks * config.accumulation)
         heads = self.config.heads
         width = heads.mlp_width if heads.block == "mlp" else 1
         activations = rows * heads.num_heads * self.shape.hidden * (2 + 2 * width * heads.num_layers) * 2
-        position = self.shape.hidden * self.itemsize + 8 * heads.num_heads
+        targets = 8 * self.config.teacher.top_k if config.targets == "teacher" else 0
+        position = self.shape.hidden * self.itemsize + (8 + targets) * heads.num_heads
         window = min(config.window_positions, self.work.train) * position
         shared = self._rows() * self.shape.hidden if heads.lm_head == "shared" else 0
         # The backbone is read for its LM head, and let go unless hidden states are made live.
-        memory = self._trained(self.heads_parameters(), config) + activations + 512 * self._rows() * 10
+        memory = self._trained(self.heads_parameters(), config) + activations + self._cross_entropy()
         memory += shared * self.itemsize + (0 if self.gpu else window)
         memory = max(memory, self.weights) if self.keep_hidden else memory + self.weights
         if self.gpu:
@@ -250,7 +255,10 @@ class Costs:
         layers = kept + 2 * shape.layers * shape.hidden if joint.gradient_checkpointing else kept * shape.layers
         activations = joint.micro_conversations * work.longest * layers * itemsize // 2
         logits = 256 * shape.vocab * (3 * itemsize + 16)
-        memory = (base * itemsize if joint.lora else 0) + self._trained(trained, joint) + activations + logits
+        frozen = base * itemsize // (self._ranks() if joint.zero_stage == 3 else 1) if joint.lora else 0
+        memory = frozen + self._trained(trained, joint) + activations + logits + self._cross_entropy(joint=True)
+        if joint.lora is None:
+            memory += shape.parameters * itemsize  # as it was, to compare with
         conversations = work.train // max(1, self.config.distill.max_new_tokens)
         read = (work.train + work.prompt_tokens * conversations) * joint.epochs
         if self.gpu:
@@ -277,6 +285,12 @@ class Costs:
         tokens = max(latency.contexts) * max(latency.batches) + 256
         return int(self.weights + self._heads_bytes() + self.shape.cache_bytes(tokens, self.itemsize))
 
+    def _cross_entropy(self, *, joint: bool = False) -> int:
+        """The heads' loss: a chunk of logits, and in float32 the gradients of what projects them, if it is trained."""
+        heads, chunk = self.config.heads, 2048 if self.gpu else 512
+        trained = heads.num_heads if heads.lm_head == "own" or joint else 0
+        return self._rows() * (10 * chunk + trained * self.shape.hidden * 4)
+
     def _reading(self, tokens: int, positions: int) -> int:
         """One pass over a conversation without gradients, logits at some positions and their log-probabilities."""
         widest = max(self.shape.inner * 3, self.shape.hidden * 6)
@@ -284,13 +298,16 @@ class Costs:
 
     def _trained(self, parameters: int, config: Any) -> int:
         """Weights, gradients and optimizer of what is trained, as DeepSpeed keeps and ZeRO spreads them."""
-        ranks = self.config.plan.gpus if self.gpu else self.config.placement.train_worker_count
+        ranks = self._ranks()
         spread = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
         low = dtype_of(config.dtype).itemsize
-        moments = 2 if config.optimizer == "adamw_8bit" else 8
+        moments = 2 if config.optimizer == "adamw_8bit" and self.gpu else 8
         # A master copy in float32 and the gradient brought to it exist beside weights of fewer bits only.
         weights, gradients, states = low, low, moments + (8 if low < 4 else 0)
         return sum(parameters * each // over for each, over in zip((weights, gradients, states), spread, strict=True))
+
+    def _ranks(self) -> int:
+        return self.config.plan.gpus if self.gpu else self.config.placement.train_worker_count
 
     def _flops(self) -> float:
         assert self.gpu is not None

@@ -21,7 +21,7 @@ from infra.artifacts import Artifact, ArtifactStore
 from infra.environment import default_root
 from infra.ray_cluster import Cluster
 from infra.registry import Registry
-from tasks.backbone import backbone_info
+from tasks.backbone import as_served, backbone_info
 from tasks.benchmark import read_report
 from tasks.publish import publish, rival_of
 from tasks.stage import Context
@@ -51,7 +51,7 @@ def _run_stages(run: Run, registry: Registry, directory: RunDirectory, until: st
     for stage in stages_of(run.config):
         if stage.name == "benchmark":
             model = run.config.publish.model or run.config.name
-            digest = backbone_info(results["backbone"]).digest
+            digest = as_served(backbone_info(results["backbone"]).digest, results["backbone"])
             run = replace(run, champion=rival_of(registry, model, digest, results["heads"], results["tree"]))
         built, record = _stage_task.with_options(name=stage.name)(stage, run, results)
         results |= built

@@ -172,9 +172,5 @@ STAGES: tuple[Stage, ...] = (
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:
-    """The stages of one run."""
+    """The stages of one run; `publish` closes it, which writes to the registry and not to the store."""
     return tuple(stage for stage in STAGES if stage.wanted(config))
-
-
-# `publish` closes the run; it writes to the registry, not to the store.
-STAGE_NAMES = (*(stage.name for stage in STAGES), "publish")

@@ -69,13 +69,15 @@ def backbone_of(served: Served, root: Path, other: str | None = None) -> Artifac
     """
     store = ArtifactStore(root)
     wanted = served.described.backbone_digest
+    named = BackboneConfig.model_validate(served.config.get("backbone") or served.described.backbone_name)
     if other is None:
         for manifest in sorted((root / "artifacts" / "backbone").glob("*/manifest.json")):
             artifact = load_artifact(manifest.parent)
-            if not manifest.parent.name.endswith(".partial") and backbone_info(artifact).digest == wanted:
+            if manifest.parent.name.endswith(".partial") or backbone_info(artifact).digest != wanted:
+                continue
+            if artifact.config.get("quantization") == named.quantization:
                 return artifact
-    config = BackboneConfig.model_validate(other or served.config.get("backbone") or served.described.backbone_name)
-    artifact = resolve_backbone(store, config)
+    artifact = resolve_backbone(store, BackboneConfig.model_validate(other) if other else named)
     info = backbone_info(artifact)
     if info.digest != wanted:
         raise UserError(

@@ -236,6 +236,8 @@ def _permission(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> Cal
     if mode == "off":
         return None
     why_not = can_compile(model.device)
+    if getattr(model.config, "quantization_config", None) is not None:
+        why_not = why_not or "its weights are quantized, which the trial in a process of its own can't stand in for"
     if mode == "on":
         if why_not:
             raise InputError(f"compile is 'on', but {why_not}")

@@ -1,6 +1,6 @@
 """Training losses: label alignment, chunked cross-entropy, the weighted sum (paper equation 2), and divergences.
 
-Knows nothing of batches, epochs or devices.
+Knows nothing of batches or epochs.
 Legend: T tokens of a conversation, P positions, K heads, D hidden, C head vocabulary, V vocabulary, J kept ids.
 """
 

@@ -150,6 +150,12 @@ def backbone_identity(artifact: Artifact) -> str:
     return digest_json(parts if quantization is None else [*parts, quantization])
 
 
+def as_served(digest: str, artifact: Artifact) -> str:
+    """The digest of a backbone's weights, and in how many bits they are served: what versions are compared by."""
+    quantization = artifact.config.get("quantization")
+    return digest if quantization is None else f"{digest}:{quantization}"
+
+
 def model_dir(artifact: Artifact) -> Path:
     """The transformers model directory of a backbone artifact."""
     return artifact.path / "model"

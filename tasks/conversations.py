@@ -49,7 +49,9 @@ class ChatFormat:
         one)."""
         text = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}], ask=False)
         ending = self._encode(text.rsplit(_ANSWER, 1)[-1])[:1]
-        return [*self._encode(answer), *(token for token in ending if token in self.eos)]
+        # What looks like a special token in somebody's text is text.
+        ids = self.tokenizer(answer, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [*ids, *(token for token in ending if token in self.eos)]
 
     def _render(self, messages: list[dict[str, str]], *, ask: bool = True) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))

@@ -74,7 +74,11 @@ def distill(context: Context, config: DistillConfig, *, backbone: Artifact, prom
     """Answers one split. Every request ends as a row or, with a reason, in `rejected/`."""
     info = backbone_info(backbone)
     from_source = config.answers == "source" and split == "train"
-    semantic = config.model_dump(mode="json", exclude=None if from_source else {"answers"}) | {"split": split}
+    # Answers that are given depend on nothing that answers are drawn with.
+    cut = {"answers", "max_turns", "max_new_tokens", "shard_size"}
+    semantic = config.model_dump(mode="json", include=cut if from_source else None) | {"split": split}
+    if not from_source:
+        del semantic["answers"]
     inputs = {"backbone": backbone_identity(backbone), "prompts": prompts.digest(f"{split}.parquet")}
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import torch
 
@@ -26,8 +25,8 @@ from tasks.quality import QUALITY, ConversationQuality, compare, summarize
 from tasks.rank_run import CHECKPOINTS, RankRun, prepare_rank, start_engine, whole
 from tasks.stage import dtype_of
 from tasks.teacher import TOP_K
-from tasks.train_loop import evaluate
-from tasks.training_data import Positions, Shard, batches, teacher_targets, window_plan
+from tasks.train_loop import evaluation_of, tally
+from tasks.training_data import Shard, batches, teacher_targets, window_plan
 
 ADAPTER, HEADS = "adapter", "heads"
 _SAID = (*TOP_K, "tail_logmass")
@@ -181,7 +180,8 @@ class _Run(RankRun):
             self.engine.step()
             sums += torch.tensor([float(loss.detach()), float(lm), float(head)], dtype=torch.float64)
         mean, lm_mean, heads_mean = self.average(sums.tolist())
-        self.finish_step(loss=mean, lm=lm_mean, heads=heads_mean, lambda0=share, positions=len(learnt))
+        measured = {"lm": lm_mean} if config["lm_weight"] else {}
+        self.finish_step(loss=mean, **measured, heads=heads_mean, lambda0=share, positions=len(learnt))
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> None:
@@ -196,9 +196,6 @@ class _Run(RankRun):
             measured = self._measured(groups[number % len(groups)])
             if number < len(groups):
                 mine += measured
-        every: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(every, mine)
-        hidden, labels, quality = zip(*(row for rows in every for row in rows), strict=True)
         output = self.objective.backbone.get_output_embeddings()
         with whole(self.objective.read_directly()):
             # A copy: under ZeRO-3 the heads themselves would ask the other ranks for what they hold.
@@ -206,11 +203,17 @@ class _Run(RankRun):
             if not heads.projection.own:
                 # A shared projection is the LM head's own rows, as they are now.
                 heads.projection.weight_CD.copy_(lm_head_rows(output, heads.vocab_map_C))
-        none = np.empty(0)
-        positions = Positions(torch.cat(hidden), torch.cat(labels), none, none, [])
-        evaluated = evaluate(heads, positions, self.device, self.dtype)
+        own = [
+            (tally(heads, hidden_PD, labels_PK, self.device, self.dtype), quality)
+            for hidden_PD, labels_PK, quality in mine
+        ]
+        # Figures and not hidden states: under NCCL what is gathered goes through the GPU's memory.
+        every: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(every, own)
+        tallies, qualities = zip(*(pair for pairs in every for pair in pairs), strict=True)
         self.engine.train()
-        self.evaluations.append(evaluated | {"epoch": epoch, "step": self.step, "quality": summarize(quality)})
+        measured = {"epoch": epoch, "step": self.step, "quality": summarize(qualities)}
+        self.evaluations.append(evaluation_of(tallies) | measured)
 
     def _measured(self, group: list[Conversation]) -> list[tuple[torch.Tensor, torch.Tensor, ConversationQuality]]:
         """Of every conversation: hidden states [P, D], labels [P, K], and how far the backbone has moved on it."""

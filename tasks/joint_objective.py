@@ -136,7 +136,9 @@ class JointObjective(nn.Module):
         lm = anchor
         if self.lm_weight:
             lm = lm + self._lm_sum(hidden_PD, batch) / positions
-        rows_CD = lm_head_rows(self.backbone.get_output_embeddings(), self.heads.vocab_map_C)
+        rows_CD = None
+        if not self.heads.projection.own:
+            rows_CD = lm_head_rows(self.backbone.get_output_embeddings(), self.heads.vocab_map_C)
         labels, shares_PKJ = batch.learnt
         sums_K, _ = self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)
         heads = weighted_loss(sums_K, counts_K, self.weights_K.float())

@@ -7,6 +7,7 @@ Legend: N items (a task's documents, a judge's questions).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.artifacts import Artifact, artifact_key, digest_file, write_json
+from infra.artifacts import Artifact, artifact_key, digest_file, digest_json, write_json
 from infra.errors import UserError
 from infra.progress import track
 from medusa_core.engine import MedusaEngine
@@ -29,6 +30,7 @@ from tasks.stage import Context, dtype_of
 KIND, STAGE_VERSION = "quality", 1
 CHECKS = "checks.json"
 _RESAMPLES, _ROWS = 2000, 8
+log = logging.getLogger(__name__)
 
 
 class TasksConfig(BaseModel):
@@ -64,7 +66,12 @@ def quality(context: Context, config: QualityConfig, *, original: Artifact, trai
         path = Path(config.judge.prompts)
         read_mt_bench(path, max_turns=1)
         semantic["judge"] |= {"prompts": digest_file(path)}
-        del semantic["judge"]["parallel"], semantic["judge"]["timeout"]
+        for name in ("parallel", "timeout", "key_variable"):
+            del semantic["judge"][name]
+    if config.lm_eval and config.lm_eval.include_path:
+        folder = Path(config.lm_eval.include_path)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        semantic["lm_eval"]["include_path"] = digest_json([digest_file(path) for path in files])
     inputs = {"original": backbone_identity(original), "trained": backbone_identity(trained)}
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
 
@@ -141,13 +148,26 @@ def run_tasks(config: TasksConfig, model: Path, dtype: str, device: str) -> dict
     except (OSError, ConnectionError) as error:
         raise UserError(f"a task's documents can't be loaded ({type(error).__name__}: {error})") from error
     assert found is not None, "only ranks beyond the first get nothing"
-    result: dict[str, dict[str, Any]] = {}
-    for task, samples in found["samples"].items():
-        ordered = sorted(samples, key=lambda sample: int(sample["doc_id"]))
-        better = {name: value for name, value in found["higher_is_better"][task].items() if value is not None}
-        measures = {name: [float(sample[name]) for sample in ordered] for name in better if name in ordered[0]}
-        result[task] = {"measures": measures, "higher_is_better": better}
-    return result
+    return {task: _means(task, samples, found) for task, samples in found["samples"].items()}
+
+
+def _means(task: str, samples: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> dict[str, Any]:
+    """One task's measures that are means over its documents, under its first filter. Others (perplexities, scores of a
+    whole corpus) can't be paired document by document; UserError if nothing is left."""
+    first = samples[0]["filter"]
+    ordered = sorted((s for s in samples if s["filter"] == first), key=lambda sample: int(sample["doc_id"]))
+    measures, better = {}, {}
+    for name, higher in found["higher_is_better"][task].items():
+        values = [sample.get(name) for sample in ordered]
+        total = found["results"][task].get(f"{name},{first}")
+        single = all(isinstance(value, bool | int | float) for value in values)
+        if higher is None or not single or total is None or not np.isclose(np.mean(values), total, rtol=1e-6):
+            log.info("%s's %s is no mean over its documents: left out", task, name)
+            continue
+        measures[name], better[name] = [float(value) for value in values], bool(higher)
+    if not measures:
+        raise UserError(f"task {task} has no measure that is a mean over its documents: leave it out")
+    return {"measures": measures, "higher_is_better": better}
 
 
 def compare_tasks(original: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,10 +51,11 @@ def shape_of(backbone: BackboneConfig) -> ModelShape:
         config = _configuration(backbone)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=backbone.trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UserError(f"the configuration of backbone {backbone.model!r} can't be read: {in_short(error)}") from error
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    named = (getattr(text, name, None) for name in ("num_key_value_heads", "num_kv_heads"))
+    heads = next(filter(None, named), text.num_attention_heads)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return ModelShape(
@@ -80,5 +81,5 @@ def _configuration(backbone: BackboneConfig) -> Any:
         shipped: dict[str, Any] = json.loads(_SHIPPED.read_text())
         if model in shipped and backbone.revision is None:
             return AutoConfig.for_model(**shipped[model])
-        path, _ = download_snapshot(model, backbone.revision, trust, only=["config.json", "*.py"])
+        path, _ = download_snapshot(model, backbone.revision, trust, only=["config.json", *(["*.py"] if trust else [])])
     return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)

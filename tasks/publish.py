@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.artifacts import Artifact, ArtifactStore, artifact_key, digest_json, load_artifact, write_json
 from infra.errors import ArtifactError, UserError
 from infra.registry import ARTIFACT_KEY, CHAMPION, Registry, Version
+from tasks.backbone import as_served
 from tasks.quality import MEASURES, QUALITY
 
 STAGE_VERSION = 1
@@ -86,7 +87,7 @@ def publish(
     key = artifact_key(
         "publish", STAGE_VERSION, inputs={part.kind: part.digest() for part in inputs}, config={"model": name}
     )
-    backbone_digest = str(_part(report, "backbone").get("digest") or backbone.digest())
+    backbone_digest = as_served(str(_part(report, "backbone").get("digest") or backbone.digest()), backbone)
     with tempfile.TemporaryDirectory(dir=_scratch(store)) as folder:
         staged = Path(folder)
         _stage_files(staged, heads=heads, ranks=ranks, latency=latency, tree=tree, benchmark=benchmark)

@@ -11,7 +11,6 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,11 @@ from torch import nn
 from infra.artifacts import write_json
 from infra.deepspeed_config import deepspeed_config
 from infra.environment import quiet
+from infra.errors import UserError
 from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
 from medusa_core.schedules import cosine_with_warmup
 from tasks.stage import dtype_of
+from tasks.train_run import MEMORY
 
 log = logging.getLogger(__name__)
 CHECKPOINTS, CURVE, EVALUATION = ".checkpoints", "curve.jsonl", "evaluation.json"
@@ -101,12 +102,10 @@ def start_engine(
 def _optimizer(groups: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> torch.optim.Optimizer:
     parts = [dict(group) for group in groups]
     if config["optimizer"] == "adamw_8bit":
-        if torch.cuda.is_available() and find_spec("bitsandbytes"):
-            from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim import AdamW8bit
 
-            optimizer: torch.optim.Optimizer = AdamW8bit(parts, betas=(0.9, 0.999), weight_decay=config["weight_decay"])
-            return optimizer
-        log.warning("adamw_8bit needs bitsandbytes and a CUDA device: training with AdamW as it is")
+        optimizer: torch.optim.Optimizer = AdamW8bit(parts, betas=(0.9, 0.999), weight_decay=config["weight_decay"])
+        return optimizer
     return torch.optim.AdamW(parts, betas=(0.9, 0.999), weight_decay=config["weight_decay"], fused=True)
 
 
@@ -119,8 +118,14 @@ def _of_other_world(checkpoints: Path, config: Mapping[str, Any]) -> bool:
     tag = latest.read_text().strip()
     if tag.endswith(_tag_end(torch.distributed.get_world_size())):
         return False
-    target = checkpoints / f"universal-{tag}"
-    if torch.distributed.get_rank() == 0 and not (checkpoints / "latest_universal").exists():
+    if config["optimizer"] == "adamw_8bit":
+        raise UserError(
+            f"checkpoint {tag} can't be resumed on {torch.distributed.get_world_size()} ranks: DeepSpeed converts the "
+            "states of AdamW, not of its 8-bit kind; train on as many ranks as before"
+        )
+    target, converted = checkpoints / f"universal-{tag}", checkpoints / "latest_universal"
+    done = converted.exists() and converted.read_text() == target.name
+    if torch.distributed.get_rank() == 0 and not done:
         from deepspeed.checkpoint import ds_to_universal
 
         log.info("%s was written by another number of ranks: converting it", tag)
@@ -137,7 +142,7 @@ def _of_other_world(checkpoints: Path, config: Mapping[str, Any]) -> bool:
                     inject_missing_state=True,
                 )
             )
-        (checkpoints / "latest_universal").write_text(target.name)
+        converted.write_text(target.name)
     torch.distributed.barrier()
     return True
 
@@ -186,12 +191,13 @@ class RankRun:
     def write_history(self) -> None:
         """The curve and the evaluations as files."""
         (self.directory / CURVE).write_text("".join(json.dumps(row) + "\n" for row in self.curve))
+        write_json(self.directory / EVALUATION, {"epochs": self.evaluations, "final": self.evaluations[-1]})
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) / 2**20
         else:
             peak = peak_resident_mb() - self.spec["empty_mb"]
-        evaluation = {"epochs": self.evaluations, "final": self.evaluations[-1], "peak_memory_mb": round(peak)}
-        write_json(self.directory / EVALUATION, evaluation)
+        # Scratch, read into the manifest: it differs between runs that train the same.
+        write_json(self.directory / MEMORY, round(peak))
 
     def _checkpoint(self) -> None:
         folder = self.directory / CHECKPOINTS
@@ -205,6 +211,7 @@ class RankRun:
         self.engine.save_checkpoint(str(folder), tag=f"step-{self.step:07d}{_tag_end(self.world)}", client_state=state)
         torch.distributed.barrier()
         if self.rank == 0:
-            (folder / "latest_universal").unlink(missing_ok=True)
-            for old in (*sorted(folder.glob("step-*"))[:-1], *folder.glob("universal-*")):
-                shutil.rmtree(old, ignore_errors=True)
+            newest = (folder / "latest").read_text().strip()
+            for old in (*folder.glob("step-*"), *folder.glob("universal-*")):
+                if old.name != newest:
+                    shutil.rmtree(old, ignore_errors=True)

@@ -6,6 +6,8 @@ Legend: P positions of a batch, K heads, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,7 +176,8 @@ class _Run(RankRun):
             live=self.reader.live,
         )
         # A copy: under ZeRO-3 the heads themselves would ask the other ranks for what they hold.
-        return evaluate(self.heads.detached(), held_out, self.device, self.dtype)
+        heads = self.heads.detached()
+        return evaluation_of([tally(heads, held_out.hidden_PD, held_out.labels_PK, self.device, self.dtype)])
 
     def _finish(self) -> None:
         with whole(self.heads.parameters()):
@@ -189,20 +192,37 @@ class _Run(RankRun):
         self.write_history()
 
 
+@dataclass(frozen=True)
+class Tally:
+    """Heads on some positions: summed loss and in-vocabulary labels, both [K], and the rank of each label [P, K]."""
+
+    sums_K: torch.Tensor
+    counts_K: torch.Tensor
+    rank_PK: torch.Tensor
+
+
 @torch.no_grad()
-def evaluate(heads: MedusaHeads, positions: Positions, device: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Mean loss per head over in-vocabulary labels, and accuracy per head over *all* labels (others are misses)."""
+def tally(
+    heads: MedusaHeads, hidden_PD: torch.Tensor, labels_PK: torch.Tensor, device: Any, dtype: torch.dtype
+) -> Tally:
+    """Runs heads over positions, some thousands at a time."""
     sums, counts, ranks = torch.zeros(heads.num_heads), torch.zeros(heads.num_heads), []
-    for index in torch.arange(len(positions)).split(4096):
-        hidden = positions.hidden_PD[index].to(device, dtype)
-        labels = positions.labels_PK[index].to(device)
+    for index in torch.arange(len(labels_PK)).split(4096):
+        hidden, labels = hidden_PD[index].to(device, dtype), labels_PK[index].to(device)
         part_sums, part_counts = heads.losses(hidden, labels)
         sums += part_sums.float().cpu()
         counts += part_counts.cpu()
         ranks.append(heads.ranks(hidden, labels, width=min(TOPS[-1], len(heads.vocab_map_C))).cpu())
-    rank_PK = torch.cat(ranks)
+    return Tally(sums, counts, torch.cat(ranks) if ranks else torch.empty(0, heads.num_heads, dtype=torch.int64))
+
+
+def evaluation_of(tallies: Sequence[Tally]) -> dict[str, Any]:
+    """Mean loss per head over in-vocabulary labels, and accuracy per head over *all* labels (others are misses)."""
+    rank_PK = torch.cat([each.rank_PK for each in tallies])
+    sums_K = torch.stack([each.sums_K for each in tallies]).sum(0)
+    counts_K = torch.stack([each.counts_K for each in tallies]).sum(0)
     labelled_K = (rank_PK >= 0).sum(0).clamp(min=1)
     result: dict[str, Any] = {
         f"top{top}": (((rank_PK >= 0) & (rank_PK < top)).sum(0) / labelled_K).tolist() for top in TOPS
     }
-    return result | {"loss": (sums / counts.clamp(min=1)).tolist(), "held_out_positions": len(positions)}
+    return result | {"loss": (sums_K / counts_K.clamp(min=1)).tolist(), "held_out_positions": len(rank_PK)}

@@ -18,7 +18,7 @@ from tasks.backbone import backbone_info, model_dir
 from tasks.distill import shard_paths as distill_shards
 from tasks.stage import Context
 from tasks.teacher import shard_paths as teacher_shards
-from tasks.train_run import PROGRESS, Optimizer, data_inputs, run_training, trained_counts
+from tasks.train_run import PROGRESS, Optimizer, data_inputs, optimizer_here, run_training, trained_counts
 from tasks.training_data import count_positions, frequent_tokens, pair_shards
 
 KIND, STAGE_VERSION = "heads", 2
@@ -60,7 +60,8 @@ def train_medusa1(
     held_out_teacher: Artifact,
 ) -> Artifact:
     """Trains heads and evaluates them on held-out conversations after every epoch."""
-    info = backbone_info(backbone)
+    info, device = backbone_info(backbone), context.placement.resolved_device()
+    config = config.model_copy(update={"optimizer": optimizer_here(config.optimizer, device)})
     # How often checkpoints are written changes nothing in them.
     semantic = {
         "train": config.model_dump(mode="json", exclude={"checkpoint_steps"}),
@@ -108,7 +109,7 @@ def train_medusa1(
             "hidden_dtype": teacher.config["dtype"],
             "directory": partial,
             "progress": PROGRESS,
-            "device": context.placement.resolved_device(),
+            "device": device,
         }
         run_training(
             train_loop, spec, total_steps(spec), workers=workers, threads=max(1, context.cluster.cpus // workers)

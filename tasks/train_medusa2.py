@@ -19,7 +19,7 @@ from tasks.backbone import BackboneConfig, backbone_info, model_dir, resolve_bac
 from tasks.distill import shard_paths as distill_shards
 from tasks.stage import Context
 from tasks.teacher import shard_paths as teacher_shards
-from tasks.train_run import PROGRESS, Optimizer, data_inputs, run_training, trained_counts
+from tasks.train_run import PROGRESS, Optimizer, data_inputs, optimizer_here, run_training, trained_counts
 from tasks.training_data import count_positions, pair_shards
 
 KIND, STAGE_VERSION = "heads", 2
@@ -90,7 +90,8 @@ def train_medusa2(
     held_out_teacher: Artifact,
 ) -> Artifact:
     """Trains backbone and heads; the artifact holds heads, adapter, merged model, curve, evaluation and quality."""
-    info = backbone_info(backbone)
+    info, device = backbone_info(backbone), context.placement.resolved_device()
+    config = config.model_copy(update={"optimizer": optimizer_here(config.optimizer, device)})
     semantic = {"train": config.model_dump(mode="json", exclude={"checkpoint_steps"})}
     inputs = data_inputs(
         backbone,
@@ -132,7 +133,7 @@ def train_medusa2(
             "model_directory": f"{_MERGED}/{name}",
             "directory": partial,
             "progress": PROGRESS,
-            "device": context.placement.resolved_device(),
+            "device": device,
         }
         run_training(
             joint_loop, spec, total_steps(spec), workers=workers, threads=max(1, context.cluster.cpus // workers)

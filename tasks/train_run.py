@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +15,8 @@ from medusa_core.checkpoint import WEIGHTS
 from tasks.backbone import backbone_identity
 from tasks.stage import dtype_of
 
-PROGRESS = ".progress.json"
-# In 8 bits through bitsandbytes where that runs (CUDA); elsewhere it is the plain one.
+PROGRESS, MEMORY = ".progress.json", ".memory.json"
+log = logging.getLogger(__name__)
 Optimizer = Literal["adamw", "adamw_8bit"]
 
 
@@ -75,4 +77,13 @@ def trained_counts(partial: Path, positions: int) -> dict[str, Any]:
     """What a manifest says of trained heads."""
     evaluation = json.loads((partial / "evaluation.json").read_text())
     size = (partial / "heads" / WEIGHTS).stat().st_size
-    return {"positions": positions, "bytes": size, **evaluation["final"]}
+    peak = json.loads((partial / MEMORY).read_text())
+    return {"positions": positions, "bytes": size, "peak_memory_mb": peak, **evaluation["final"]}
+
+
+def optimizer_here(name: Optimizer, device: str) -> Optimizer:
+    """The optimizer that a recipe's becomes on this device: 8 bits need bitsandbytes, which needs CUDA."""
+    if name == "adamw_8bit" and not (device.startswith("cuda") and find_spec("bitsandbytes")):
+        log.warning("adamw_8bit needs a CUDA device and bitsandbytes (pip install bitsandbytes): training with AdamW")
+        return "adamw"
+    return name

@@ -123,7 +123,7 @@ def live_hidden(model: torch.nn.Module) -> HiddenSource:
 
     def compute(input_ids_T: torch.Tensor, at_P: torch.Tensor) -> torch.Tensor:
         # A copy, because what is made in inference mode can't be trained on.
-        return read_hidden(model, tap, input_ids_T, at_P).clone()  # type: ignore[arg-type]
+        return read_hidden(model, tap, input_ids_T, at_P).to("cpu", copy=True)  # type: ignore[arg-type]
 
     return compute
 

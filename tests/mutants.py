@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "a shared projection that stays behind the LM head",
         "tasks/joint_objective.py",
-        "self.heads.losses(hidden_PD, batch.labels_PK, rows_CD)",
-        "self.heads.losses(hidden_PD, batch.labels_PK)",
+        "self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)",
+        "self.heads.losses(hidden_PD, labels, None, shares_PKJ)",
         ("tests/tasks/test_joint_objective.py::test_a_shared_projection_learns_with_the_lm_head",),
     ),
     Mutant(

@@ -158,7 +158,8 @@ def test_ranks_on_two_nodes_outlive_the_death_of_one(tmp_path: Path, toy_dir: Pa
         command = [str(MEDUSA), "run", "--root", str(root), *options, "--set", f"placement.ray_address={nodes.address}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         wait_until(lambda: any(heads.glob("*.partial/.checkpoints/latest")), process)
-        ranks = [p for p in psutil.process_iter(["cmdline"]) if "RayTrainWorker" in "".join(p.info["cmdline"] or ())]
+        started = psutil.Process().children(recursive=True)
+        ranks = [p for p in started if "RayTrainWorker" in "".join(p.cmdline())]
         assert len({rank.ppid() for rank in ranks}) == 2, "both ranks run under one node's raylet"
         ranks[0].kill()
         _, errors = process.communicate(timeout=300)

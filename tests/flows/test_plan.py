@@ -30,7 +30,7 @@ def test_every_recipe_plans_without_a_network(recipe: str, tmp_path: Path, monke
     plan = make_plan(load_config(recipe), tmp_path / "root", "publish")
     assert plan["problems"] == []
     costs = {stage["name"]: stage for stage in plan["stages"]}
-    stages = {"distill", "teacher", "train-medusa1"} | ({"train-medusa2"} if "medusa2" in recipe else set())
+    stages = {"distill", "teacher", "train-medusa1"} | ({"train-medusa2"} if load_config(recipe).medusa2 else set())
     for name in stages:
         assert all(costs[name][what] > 0 for what in ("tokens", "bytes", "memory", "minutes")), name
     assert not list((tmp_path / "root").glob("**/*.parquet"))
@@ -113,7 +113,9 @@ def test_memory_is_what_the_small_model_takes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     made = {stage["name"]: stage["artifact"].split()[0] for stage in json.loads(done.stdout)["stages"]}
     measured = {
-        stage: json.loads((tmp_path / "artifacts" / made[stage] / "evaluation.json").read_text())["peak_memory_mb"]
+        stage: json.loads((tmp_path / "artifacts" / made[stage] / "manifest.json").read_text())["counts"][
+            "peak_memory_mb"
+        ]
         for stage in ("train-medusa1", "train-medusa2")
     }
     model = tmp_path / "artifacts" / made["backbone"] / "model"

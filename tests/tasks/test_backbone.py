@@ -361,6 +361,9 @@ def test_what_quantization_rules_out_is_said_before_anything_runs(toy_dir: Path)
     with pytest.raises(UserError, match="self-distillation on an int8 backbone"):
         parse_config(values)
     values["distill"] = {"answers": "source"}
+    with pytest.raises(UserError, match="self-distillation on an int8 backbone"):
+        parse_config(values)
+    values["train"] = {"targets": "text"}
     assert parse_config(values).backbone.quantization == "int8"
     with pytest.raises(UserError, match="medusa2 would train a backbone whose weights are int8"):
         parse_config(values | {"medusa2": {}})

@@ -105,3 +105,35 @@ def test_targets_are_what_the_teacher_said_where_the_label_stands() -> None:
     torch.testing.assert_close(shares[0, 0], torch.tensor([0.5, 0.2]) * torch.e**-2)
     torch.testing.assert_close(shares[1, 1], torch.tensor([0.5, 0.2]) * torch.e**-4)
     assert shares[0, 1, 0] == shares[1, 0, 0] == 1.0
+
+
+def test_every_answer_gets_its_own_targets_in_step_with_its_rows(tmp_path: Path) -> None:
+    """Catches targets of another answer, or of the row before, in both stages' loaders."""
+    from tasks.joint_loop import load_conversations
+    from tasks.teacher import SCHEMA as TEACHER_SCHEMA
+
+    rows = [([1, 2, 3, 4], [False, False, True, True]), ([5, 6, 7], [False, False, True])]
+    rows.append(([8, 9, 10], [False, True, True]))
+    distill = shard(tmp_path / "d" / "shard-0.parquet", rows)
+    said = []
+    for number, (_, mask) in enumerate(rows):
+        at = [i - 1 for i, own in enumerate(mask) if own]
+        # What was said at position p of answer n: token 100 n + p, surely, and token 7 hardly.
+        ids = [token for p in at for token in (100 * number + p, 7)]
+        logprobs = [value for _ in at for value in (-0.1, -5.0)]
+        hidden = torch.full((len(at), 2), float(number)).numpy().tobytes()
+        said.append({"sample_id": f"s{number}", "positions": at, "topk_ids": ids, "topk_logprobs": logprobs})
+        said[-1] |= {"tail_logmass": [-3.0] * len(at), "hidden": hidden}
+    teacher = tmp_path / "t" / "shard-0.parquet"
+    write_table(teacher, pa.Table.from_pylist(said, schema=TEACHER_SCHEMA))
+    loaded = load_positions([(distill, teacher)], num_heads=1, hidden_size=2, dtype=torch.float32, soft=True)
+    assert loaded.targets is not None
+    tokens, shares = loaded.targets
+    # One head's label at p is token p + 2, of which the teacher spoke at p + 1; the last position has none.
+    assert tokens[:, 0].tolist() == [[2, 7], [-100, -100], [-100, -100], [201, 7], [-100, -100]]
+    torch.testing.assert_close(shares[3, 0], torch.tensor([-0.1, -5.0]).exp())
+    talks = load_conversations([(distill, teacher)], soft_heads=1)
+    assert all(talk.targets is not None for talk in talks)
+    joined = torch.cat([talk.targets[0] for talk in talks if talk.targets])
+    assert torch.equal(joined, tokens)
+    assert load_conversations([(distill, teacher)])[0].targets is None
