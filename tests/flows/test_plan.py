@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
@@ -76,9 +77,9 @@ def test_bytes_are_those_of_the_files(toy_run: Any) -> None:
     work = Workload(tokens["train"], tokens["calibration"], 1, 1, 64)
     costs = Costs(config, shape_of(config.backbone), work, keep_hidden=True).stages()
     assert costs["train-medusa1"]["bytes"] == sum(tensor.nbytes for tensor in load_file(heads).values())
-    teacher = sum(file.stat().st_size for file in (root / "artifacts" / "teacher").glob("*/shard-*.parquet"))
-    # zstd finds something in ids and log-probabilities, next to nothing in hidden states.
-    assert 0.6 * costs["teacher"]["bytes"] < teacher < 1.1 * costs["teacher"]["bytes"]
+    # Before compression, which finds much in a toy's answers and little in a model's; names and offsets come on top.
+    teacher = sum(pq.read_table(file).nbytes for file in (root / "artifacts" / "teacher").glob("*/shard-*.parquet"))
+    assert costs["teacher"]["bytes"] <= teacher < 1.05 * costs["teacher"]["bytes"]
 
 
 class Footprint:
