@@ -222,7 +222,7 @@ def study_recipe(
     config: Annotated[str, typer.Option("--config", help="As of `medusa run`.")] = "smollm2-135m-medusa2",
     overrides: Overrides = None,
     root: Root = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 2 in every cell.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 2 in every cell.")] = 20,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the tree that tokens per step are counted with.")] = 16,
     as_json: AsJson = False,
 ) -> None:

@@ -150,6 +150,20 @@ MUTANTS = (
         ("tests/medusa_core/test_divergence.py",),
     ),
     Mutant(
+        "distributions of the place before the label's",
+        "tasks/training_data.py",
+        "wanted_PK = at_P[:, None] + torch.arange(1, heads + 1)",
+        "wanted_PK = at_P[:, None] + torch.arange(heads)",
+        ("tests/tasks/test_training_data.py::test_targets_are_what_the_teacher_said_where_the_label_stands",),
+    ),
+    Mutant(
+        "a grade made up where the judge gave none",
+        "tasks/judge.py",
+        "return value if value is not None and 1 <= value <= 10 else None",
+        "return value if value is not None and 1 <= value <= 10 else 5.0",
+        ("tests/tasks/test_model_checks.py::test_judgements_without_a_grade_are_never_made_up",),
+    ),
+    Mutant(
         "a shared projection that stays behind the LM head",
         "tasks/joint_objective.py",
         "self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)",
