@@ -90,7 +90,9 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
 
     UserError names the key that is unknown or the value that doesn't fit.
     """
-    values = _read(_find(path or DEFAULT_RECIPE))
+    file = _find(path or DEFAULT_RECIPE)
+    values = _read(file)
+    _find_beside(values, file)
     for override in overrides:
         _apply(values, override)
     return parse_config(values)
@@ -130,6 +132,14 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__}, not a mapping of configuration keys")
     return values
+
+
+def _find_beside(values: dict[str, Any], file: Path) -> None:
+    """A chat template named by a file that lies beside the configuration becomes its text, wherever one runs it from."""
+    backbone = values.get("backbone")
+    name = backbone.get("chat_template") if isinstance(backbone, dict) else None
+    if isinstance(name, str) and "{" not in name and (file.parent / name).is_file():
+        values["backbone"] = backbone | {"chat_template": (file.parent / name).read_text()}
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -21,6 +21,7 @@ from tasks.conversations import Conversation
 from tasks.distill import Answerer
 from tasks.model_shape import shape_of
 from tasks.teacher import Reader
+from tests import toys
 from tests.flows.conftest import medusa_here, run_medusa
 
 
@@ -65,6 +66,24 @@ def test_shapes_are_those_that_the_makers_publish() -> None:
     for model, parameters in published.items():
         assert shape_of(BackboneConfig(model=model)).parameters == parameters
     assert shape_of(BackboneConfig()).parameters == 134_515_008
+
+
+def test_vicunas_template_is_found_beside_its_recipe_and_says_what_vicuna_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a template looked for where one happens to stand, and spaces that the model has never seen."""
+    monkeypatch.chdir(tmp_path)
+    template = load_config("vicuna-7b-medusa2").backbone.chat_template
+    assert template is not None
+    talk = [("user", "Hi"), ("assistant", "Hello"), ("user", "Why?")]
+    text = toys.tokenizer().apply_chat_template(
+        [{"role": role, "content": content} for role, content in talk],
+        chat_template=template.replace("bos_token", "'<s>'").replace("eos_token", "'</s>'"),
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert text.startswith("<s>A chat between a curious user and an artificial intelligence assistant. ")
+    assert text.endswith("the user's questions. USER: Hi ASSISTANT: Hello</s>USER: Why? ASSISTANT:")
 
 
 def test_bytes_are_those_of_the_files(toy_run: Any) -> None:
