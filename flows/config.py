@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _find_beside(values: dict[str, Any], file: Path) -> None:
-    """A chat template named by a file that lies beside the configuration becomes its text, wherever one runs it from."""
+    """A chat template named by a file beside the configuration becomes its text, wherever one runs it from."""
     backbone = values.get("backbone")
     name = backbone.get("chat_template") if isinstance(backbone, dict) else None
     if isinstance(name, str) and "{" not in name and (file.parent / name).is_file():
