@@ -69,7 +69,7 @@ ASSUMED: dict[str, float] = {
     "tokens of a prompt that can't be read yet": 400,
     "CPU: distilled tokens per second": 410,
     "CPU: teacher positions per second": 850,
-    "CPU: trained positions per second": 1900,
+    "CPU: trained positions per second": 1600,
     "CPU: jointly trained positions per second": 105,
     "CPU: jointly evaluated positions per second": 130,
     "GPU: share of peak FLOP/s in training and reading": 0.4,
@@ -84,12 +84,12 @@ _EMBEDDED_PARAMETERS = 134_515_008
 
 @dataclass(frozen=True)
 class Workload:
-    """How much text a recipe makes: tokens that are answered for training and for evaluation, turns, and the longest
-    conversation with its answers."""
+    """How much text a recipe makes: tokens that are answered for training and for evaluation, answers to train on, the
+    tokens that lead to one, and the longest conversation with its answers."""
 
     train: int
     held_out: int
-    train_turns: int
+    train_answers: int
     prompt_tokens: int
     longest: int
 
@@ -117,10 +117,11 @@ class Workload:
         distill = config.distill
         per_turn = distill.max_new_tokens * ASSUMED["tokens per answered turn as a share of max_new_tokens"]
         drawn = len(distill.temperatures)
+        answers = train * (1 if distill.answers == "source" else drawn)
         return cls(
-            train=int(train * per_turn * (1 if distill.answers == "source" else drawn)),
+            train=int(answers * per_turn),
             held_out=int(held_out * drawn * per_turn),
-            train_turns=train,
+            train_answers=answers,
             prompt_tokens=int(mean),
             longest=int(longest) + distill.max_turns * distill.max_new_tokens,
         )
@@ -202,7 +203,7 @@ class Costs:
             keep_hidden=self.keep_hidden,
             dtype=dtype_of(self.config.teacher.dtype),
         )
-        read = tokens + self.work.prompt_tokens * self.work.train_turns
+        read = tokens + work.prompt_tokens * work.train_answers
         if self.gpu:
             seconds = 2 * shape.parameters * read / self._flops() / self.config.plan.gpus
         else:
@@ -259,8 +260,11 @@ class Costs:
         memory = frozen + self._trained(trained, joint) + activations + logits + self._cross_entropy(joint=True)
         if joint.lora is None:
             memory += shape.parameters * itemsize  # as it was, to compare with
-        conversations = work.train // max(1, self.config.distill.max_new_tokens)
-        read = (work.train + work.prompt_tokens * conversations) * joint.epochs
+        # The share of the text that is gone through, over all epochs.
+        share = float(joint.epochs)
+        if joint.max_steps:
+            share = min(share, joint.max_steps * joint.batch_conversations / max(1, work.train_answers))
+        tokens, read = int(work.train * share), (work.train + work.prompt_tokens * work.train_answers) * share
         if self.gpu:
             # Forward, the teacher's forward, and a backward through activations alone; checkpointing adds a forward.
             passes = 8 + (2 if joint.gradient_checkpointing else 0) + (0 if joint.lora else 2)
@@ -268,13 +272,13 @@ class Costs:
         else:
             # Held-out conversations are looked at before the first epoch and after each, and answered anew at the end.
             seconds = (
-                self._on_cpu(work.train * joint.epochs, "jointly trained positions")
+                self._on_cpu(tokens, "jointly trained positions")
                 + self._on_cpu(work.held_out * (joint.epochs + 1), "jointly evaluated positions")
                 + self._on_cpu(work.held_out, "distilled tokens")
                 + self._on_cpu(work.held_out, "teacher positions")
             )
         return {
-            "tokens": work.train * joint.epochs,
+            "tokens": tokens,
             "bytes": base * itemsize,
             "minutes": seconds / 60 + ASSUMED["minutes to start training"],
             "memory": int(memory),

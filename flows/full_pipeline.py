@@ -67,9 +67,7 @@ def _run_stages(run: Run, registry: Registry, directory: RunDirectory, until: st
 @task(name="stage", cache_policy=NO_CACHE, persist_result=False)
 def _stage_task(stage: Stage, run: Run, results: Results) -> tuple[dict[str, Artifact], dict[str, Any]]:
     start = time.monotonic()
-    built: dict[str, Artifact] = {}
-    for name, build in stage.parts.items():
-        built[name] = build(run, results | built)
+    built = stage.build(run, results)
     record = {
         "name": stage.name,
         "seconds": round(time.monotonic() - start, 3),

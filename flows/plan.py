@@ -19,8 +19,8 @@ from flows.config import RunConfig
 from flows.costs import ASSUMED, GIB, GPUS, Costs, Workload
 from flows.stages import Run, Stage, stages_of
 from infra.artifacts import Artifact, ArtifactStore
-from tasks.backbone import is_local
 from tasks.model_shape import shape_of
+from tasks.model_sources import local_path
 from tasks.prompt_sources import SourceUnreachable
 from tasks.prompts import SPLITS, Prompt, collect_prompts, read_split
 from tasks.stage import Context
@@ -129,7 +129,7 @@ def print_plan(plan: Mapping[str, Any], out: Console) -> None:
 
 
 def _state(run: Run, stage: Stage, results: dict[str, Artifact]) -> str:
-    if stage.name == "backbone" and not is_local(run.config.backbone):
+    if stage.name == "backbone" and local_path(run.config.backbone.model) is None:
         return "run"  # to know more, its weights would have to be fetched
     if any(name not in results for name in stage.reads):
         return "run"

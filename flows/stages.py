@@ -47,6 +47,13 @@ class Stage:
     timed: bool = field(default=False)
     wanted: Callable[[RunConfig], bool] = field(default=lambda config: True)
 
+    def build(self, run: Run, results: Results) -> dict[str, Artifact]:
+        """All parts, in order."""
+        built: dict[str, Artifact] = {}
+        for name, make in self.parts.items():
+            built[name] = make(run, dict(results) | built)
+        return built
+
 
 def _distill(split: str) -> Build:
     return lambda run, got: distill(

@@ -92,8 +92,7 @@ def _cells(base: JointConfig, steps: int) -> list[tuple[str, dict[str, bool] | N
 def _until_ranks(config: RunConfig, context: Context) -> dict[str, Artifact]:
     run, results = Run(config, context), dict[str, Artifact]()
     for stage in stages_of(config):
-        for name, build in stage.parts.items():
-            results[name] = build(run, results)
+        results |= stage.build(run, results)
         if stage.name == "ranks":
             break
     return results

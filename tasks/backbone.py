@@ -131,12 +131,6 @@ def resolve_backbone(store: ArtifactStore, config: BackboneConfig) -> Artifact:
         raise
 
 
-def is_local(config: BackboneConfig) -> bool:
-    """Whether the backbone's files are on this machine by their name alone; a hub's may have to be fetched."""
-    model = config.model
-    return model.startswith("embedded:") or model.endswith(".gguf") or Path(model).expanduser().exists()
-
-
 def backbone_info(artifact: Artifact) -> BackboneInfo:
     """The facts about a backbone artifact."""
     return BackboneInfo.model_validate_json(artifact.file("backbone.json").read_text())

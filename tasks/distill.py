@@ -59,7 +59,6 @@ class DistillConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     answers: Literal["model", "source"] = "model"
-
     temperatures: tuple[float, ...] = Field((0.0, 0.7), min_length=1)
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(160, ge=1, description="per turn")

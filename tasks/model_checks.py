@@ -25,11 +25,12 @@ from tasks.backbone import backbone_identity, backbone_info, load_model, load_to
 from tasks.bench_prompts import BenchPrompt, read_mt_bench
 from tasks.conversations import ChatFormat, Conversation
 from tasks.judge import Answered, JudgeConfig, grade
+from tasks.quality import with_interval
 from tasks.stage import Context, dtype_of
 
 KIND, STAGE_VERSION = "quality", 1
 CHECKS = "checks.json"
-_RESAMPLES, _ROWS = 2000, 8
+_ROWS = 8
 log = logging.getLogger(__name__)
 
 
@@ -108,14 +109,12 @@ def read_checks(artifact: Artifact | None) -> dict[str, Any]:
 
 def paired(original_N: Sequence[float], trained_N: Sequence[float], *, seed: int = 0) -> dict[str, Any]:
     """Means of both and of trained minus original, each with a 95 % bootstrap interval over items."""
-    table = np.array([original_N, trained_N, np.subtract(trained_N, original_N)], dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(0, table.shape[1], (_RESAMPLES, table.shape[1]))
-    bounds = np.quantile(table[:, draws].mean(-1), [0.025, 0.975], axis=-1)
-    names = ("original", "trained", "difference")
-    return {
-        name: {"value": float(row.mean()), "ci95": [float(low), float(high)]}
-        for name, row, low, high in zip(names, table, *bounds, strict=True)
-    } | {"items": table.shape[1]}
+    table = np.column_stack([original_N, trained_N, np.subtract(trained_N, original_N)]).astype(np.float64)
+    figures = {
+        name: with_interval(table[:, [column]], lambda sums: sums[..., 0] / len(table), seed=seed)
+        for column, name in enumerate(("original", "trained", "difference"))
+    }
+    return figures | {"items": len(table)}
 
 
 def run_tasks(config: TasksConfig, model: Path, dtype: str, device: str) -> dict[str, dict[str, Any]]:

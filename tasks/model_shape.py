@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from infra.errors import UserError
 from tasks.backbone import BackboneConfig
-from tasks.model_sources import download_snapshot, embedded_gguf, in_short
+from tasks.model_sources import download_snapshot, in_short, local_path
 
 _SHIPPED = Path(__file__).parent / "data" / "model_configs.json"
 
@@ -72,12 +72,10 @@ def shape_of(backbone: BackboneConfig) -> ModelShape:
 
 def _configuration(backbone: BackboneConfig) -> Any:
     model, trust = backbone.model, backbone.trust_remote_code
-    path = Path(model).expanduser()
-    if model.startswith("embedded:"):
-        path, _ = embedded_gguf(model.removeprefix("embedded:"))
-    if path.suffix == ".gguf":
+    path = local_path(model)
+    if path is not None and path.suffix == ".gguf":
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    if not path.is_dir():
+    if path is None:
         shipped: dict[str, Any] = json.loads(_SHIPPED.read_text())
         if model in shipped and backbone.revision is None:
             return AutoConfig.for_model(**shipped[model])

@@ -82,6 +82,14 @@ def embedded_gguf(name: str) -> tuple[Path, str]:
     return path, f"{distribution}=={metadata.version(distribution)}"
 
 
+def local_path(model: str) -> Path | None:
+    """The `.gguf` file or the directory that a backbone's name stands for on this machine; None for a hub's name."""
+    if model.startswith("embedded:"):
+        return embedded_gguf(model.removeprefix("embedded:"))[0]
+    path = Path(model).expanduser()
+    return path if model.endswith(".gguf") or path.exists() else None
+
+
 def download_snapshot(
     model: str, revision: str | None, trust_remote_code: bool, only: Sequence[str] | None = None
 ) -> tuple[Path, str]:

@@ -69,15 +69,17 @@ def summarize(measured: Sequence[ConversationQuality], *, seed: int = 0) -> dict
     if not measured:
         return None
     table = np.array([[m.positions, m.divergence, m.original_nll, m.trained_nll, m.agreements] for m in measured])
-    draws = np.random.default_rng(seed).integers(0, len(table), (_RESAMPLES, len(table)))
-    whole, resampled = table.sum(0), table[draws].sum(1)
     rules: tuple[Callable[[np.ndarray], np.ndarray], ...] = (
         lambda s: s[..., 1] / s[..., 0],
         lambda s: np.exp((s[..., 3] - s[..., 2]) / s[..., 0]),
         lambda s: s[..., 4] / s[..., 0],
     )
-    summary: dict[str, Any] = {"conversations": len(table), "positions": int(whole[0])}
-    for name, rule in zip(MEASURES, rules, strict=True):
-        low, high = np.quantile(rule(resampled), [0.025, 0.975]).tolist()
-        summary[name] = {"value": float(rule(whole)), "ci95": [low, high]}
-    return summary
+    figures = {name: with_interval(table, rule, seed=seed) for name, rule in zip(MEASURES, rules, strict=True)}
+    return {"conversations": len(table), "positions": int(table[:, 0].sum())} | figures
+
+
+def with_interval(table_NM: np.ndarray, rule: Callable[[np.ndarray], np.ndarray], *, seed: int = 0) -> dict[str, Any]:
+    """A figure that follows from the sums [M] over N items, with its 95 % bootstrap interval over items."""
+    draws = np.random.default_rng(seed).integers(0, len(table_NM), (_RESAMPLES, len(table_NM)))
+    low, high = np.quantile(rule(table_NM[draws].sum(1)), [0.025, 0.975]).tolist()
+    return {"value": float(rule(table_NM.sum(0))), "ci95": [low, high]}
