@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +58,31 @@ def reset_peak_resident() -> None:
     """Starts `peak_resident_mb` afresh where the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+class PrivateMemory:
+    """By how much this process's own memory has grown at most since this was made, in MiB.
+
+    Pages of mapped files don't count: while weights are loaded they would appear twice, and the kernel drops them when
+    it wants to. The kernel keeps no peak of the rest, so a thread looks.
+    """
+
+    _EVERY_S = 0.01
+
+    def __init__(self) -> None:
+        self._before = self._highest = self._now()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def peak_mb(self) -> float:
+        """Until now."""
+        return max(self._highest, self._now()) - self._before
+
+    def _watch(self) -> None:
+        while True:
+            self._highest = max(self._highest, self._now())
+            time.sleep(self._EVERY_S)
+
+    @staticmethod
+    def _now() -> float:
+        resident, mapped = Path("/proc/self/statm").read_text().split()[1:3]
+        return (int(resident) - int(mapped)) * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -22,7 +22,7 @@ from infra.artifacts import write_json
 from infra.deepspeed_config import deepspeed_config
 from infra.environment import quiet
 from infra.errors import UserError
-from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
+from infra.machine import PrivateMemory
 from medusa_core.schedules import cosine_with_warmup
 from tasks.stage import dtype_of
 from tasks.train_run import MEMORY
@@ -32,7 +32,7 @@ CHECKPOINTS, CURVE, EVALUATION = ".checkpoints", "curve.jsonl", "evaluation.json
 
 
 def prepare_rank(spec: dict[str, Any]) -> torch.device:
-    """Sets this process up as a training rank; the device it trains on. Notes in `spec` what an empty rank holds."""
+    """Sets this process up as a training rank; the device it trains on. From here on `spec` holds its `memory`."""
     quiet()
     import deepspeed
 
@@ -42,8 +42,7 @@ def prepare_rank(spec: dict[str, Any]) -> torch.device:
     deepspeed.init_distributed(dist_init_required=False)
     torch.manual_seed(spec["config"]["seed"])
     gpu = str(spec["device"]).startswith("cuda")
-    reset_peak_resident()
-    spec["empty_mb"] = resident_mb()
+    spec["memory"] = PrivateMemory()
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
@@ -195,7 +194,7 @@ class RankRun:
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) / 2**20
         else:
-            peak = peak_resident_mb() - self.spec["empty_mb"]
+            peak = self.spec["memory"].peak_mb()
         # Scratch, read into the manifest: it differs between runs that train the same.
         write_json(self.directory / MEMORY, round(peak))
 

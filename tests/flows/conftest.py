@@ -81,6 +81,15 @@ def toy_config(directory: Path, toy_dir: Path, **changes: Any) -> Path:
     return path
 
 
+def borrow(source: Path, root: Path, *kinds: str) -> Path:
+    """A root that finds the artifacts of another, of these kinds, and builds everything else itself."""
+    for kind in kinds:
+        (root / "artifacts" / kind).mkdir(parents=True, exist_ok=True)
+        for entry in (source / "artifacts" / kind).iterdir():
+            (root / "artifacts" / kind / entry.name).symlink_to(entry)
+    return root
+
+
 def run_medusa(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
     command: Sequence[str] = [str(MEDUSA), *map(str, arguments)]

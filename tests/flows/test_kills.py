@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
-from tests.flows.conftest import MEDUSA, run_medusa, toy_config
+from tests.flows.conftest import MEDUSA, borrow, medusa_here, run_medusa, toy_config
 
 pytestmark = pytest.mark.long
 
@@ -67,97 +66,108 @@ def test_a_killed_distill_goes_on_where_it_stopped(tmp_path: Path, toy_dir: Path
         assert pq.read_table(path).equals(pq.read_table(again / path.name)), path.name
 
 
-STAGE_TWO = {"lora": {"rank": 8}, "epochs": 4, "batch_conversations": 4, "dtype": "float32", "checkpoint_steps": 10}
+ANSWERED = ("backbone", "prompts", "distill", "teacher")
+LONG = ("train.epochs=30", "train.checkpoint_steps=10")
+STAGE_TWO = (
+    "medusa2.lora.rank=8", "medusa2.epochs=4", "medusa2.batch_conversations=4", "medusa2.dtype=float32",
+    "medusa2.checkpoint_steps=10",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_killed_training_resumes_with_the_same_curve(tmp_path: Path, toy_dir: Path, stage: int) -> None:
-    """Catches a checkpoint without optimizer, schedule, place in the data or in the dropout's draws: the curves would
-    part at the kill."""
-    config = toy_config(tmp_path, toy_dir, train={"epochs": 30 if stage == 1 else 8, "checkpoint_steps": 10})
-    config.write_text(
-        yaml.safe_dump(yaml.safe_load(config.read_text()) | ({"medusa2": STAGE_TWO} if stage == 2 else {}))
-    )
-    root, heads = tmp_path / "root", tmp_path / "root" / "artifacts" / "heads"
-    options = ["--config", str(config), "--until", f"train-medusa{stage}"]
+def training(config: Path, root: Path, until: str, *settings: str) -> list[str]:
+    flags = [part for setting in settings for part in ("--set", setting)]
+    return ["run", "--config", str(config), "--root", str(root), "--until", until, *flags]
 
-    def far_enough() -> bool:
-        finished = len(list(heads.glob("*/manifest.json")))
-        return finished == stage - 1 and any(heads.glob("*.partial/.checkpoints/latest"))
 
-    kill_when([str(MEDUSA), "run", "--root", str(root), *options], far_enough)
-    partial = next(heads.glob("*.partial"))
-    assert not (partial / "heads").exists()
-    assert run_medusa("run", "--root", root, *options).returncode == 0
-    resumed = heads / partial.name.removesuffix(".partial")
-    undisturbed = tmp_path / "undisturbed"
-    for kind in ("backbone", "prompts", "distill", "teacher", "heads"):
-        (undisturbed / "artifacts" / kind).mkdir(parents=True)
-        for made in (root / "artifacts" / kind).iterdir():
-            if made != resumed:
-                (undisturbed / "artifacts" / kind / made.name).symlink_to(made)
-    assert run_medusa("run", "--root", undisturbed, *options).returncode == 0
-    straight = undisturbed / "artifacts" / "heads" / resumed.name
-    assert not straight.is_symlink()
-    curves = [
-        [json.loads(line) for line in (path / "curve.jsonl").read_text().splitlines()] for path in (resumed, straight)
-    ]
-    assert len(curves[0]) == len(curves[1]) > 20
-    assert curves[0] == curves[1]
-    assert (resumed / "heads" / "heads.safetensors").read_bytes() == (
-        straight / "heads" / "heads.safetensors"
-    ).read_bytes()
+@pytest.fixture(scope="module")
+def undisturbed(toy_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of the long stage one that the tests below disturb."""
+    finished, config, _, _ = toy_run
+    root = borrow(finished, tmp_path_factory.mktemp("undisturbed"), *ANSWERED)
+    done = medusa_here(*training(config, root, "train-medusa1", *LONG))
+    assert done.returncode == 0, done.stderr
+    (heads,) = (root / "artifacts" / "heads").iterdir()
+    return heads
+
+
+def curve(heads: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (heads / "curve.jsonl").read_text().splitlines()]
+
+
+def checkpointed(heads: Path) -> bool:
+    """Whether a training under way can be killed without losing everything."""
+    return any(heads.glob("*.partial/.checkpoints/latest"))
+
+
+def test_a_killed_training_resumes_with_the_same_curve(toy_run: Any, tmp_path: Path, undisturbed: Path) -> None:
+    """Catches a checkpoint without optimizer, schedule or place in the data: the curves would part at the kill."""
+    finished, config, _, _ = toy_run
+    root = borrow(finished, tmp_path, *ANSWERED)
+    heads, command = root / "artifacts" / "heads", training(config, root, "train-medusa1", *LONG)
+    kill_when([str(MEDUSA), *command], lambda: checkpointed(heads))
+    assert not list(heads.glob("*.partial/heads"))
+    assert medusa_here(*command).returncode == 0
+    (resumed,) = heads.iterdir()
+    assert len(curve(resumed)) > 20
+    assert curve(resumed) == curve(undisturbed)
+    weights = "heads/heads.safetensors"
+    assert (resumed / weights).read_bytes() == (undisturbed / weights).read_bytes()
+
+
+def test_a_killed_stage_two_resumes_with_the_same_curve(toy_run: Any, tmp_path: Path) -> None:
+    """As above; and dropout's draws go on where they were."""
+    finished, config, _, _ = toy_run
+    roots = [borrow(finished, tmp_path / name, *ANSWERED, "heads") for name in ("killed", "straight")]
+    commands = [training(config, root, "train-medusa2", *STAGE_TWO) for root in roots]
+    kill_when([str(MEDUSA), *commands[0]], lambda: checkpointed(roots[0] / "artifacts" / "heads"))
+    made = []
+    for root, command in zip(roots, commands, strict=True):
+        assert medusa_here(*command).returncode == 0
+        made.append(next(path for path in (root / "artifacts" / "heads").iterdir() if not path.is_symlink()))
+    assert len(curve(made[0])) > 20
+    assert curve(made[0]) == curve(made[1])
+    for weights in ("heads/heads.safetensors", "adapter/adapter_model.safetensors"):
+        assert (made[0] / weights).read_bytes() == (made[1] / weights).read_bytes()
 
 
 @pytest.mark.parametrize(("zero", "ranks"), [(0, (2, 1)), (1, (2, 1)), (2, (1, 2)), (3, (2, 1))])
 def test_a_killed_training_goes_on_with_another_number_of_ranks(
-    tmp_path: Path, toy_dir: Path, zero: int, ranks: tuple[int, int]
+    toy_run: Any, tmp_path: Path, undisturbed: Path, zero: int, ranks: tuple[int, int]
 ) -> None:
     """Catches optimizer states that are lost or given to the wrong parameters when ZeRO spreads them anew."""
-    config = toy_config(tmp_path, toy_dir, train={"epochs": 30, "checkpoint_steps": 10, "zero_stage": zero})
-    root, heads = tmp_path / "root", tmp_path / "root" / "artifacts" / "heads"
-    options = ["--config", str(config), "--until", "train-medusa1"]
-
-    def on(number: int) -> list[str]:
-        return ["--root", str(root), *options, "--set", f"placement.train_workers={number}"]
-
-    kill_when([str(MEDUSA), "run", *on(ranks[0])], lambda: any(heads.glob("*.partial/.checkpoints/latest")))
-    done = run_medusa("run", *on(ranks[1]))
+    finished, config, _, _ = toy_run
+    root = borrow(finished, tmp_path, *ANSWERED)
+    heads = root / "artifacts" / "heads"
+    before, after = (
+        training(config, root, "train-medusa1", *LONG, f"train.zero_stage={zero}", f"placement.train_workers={number}")
+        for number in ranks
+    )
+    kill_when([str(MEDUSA), *before], lambda: checkpointed(heads))
+    done = medusa_here(*after)
     assert done.returncode == 0, done.stderr
     (resumed,) = heads.iterdir()
-    undisturbed = tmp_path / "undisturbed"
-    for kind in ("backbone", "prompts", "distill", "teacher"):
-        (undisturbed / "artifacts").mkdir(parents=True, exist_ok=True)
-        (undisturbed / "artifacts" / kind).symlink_to(root / "artifacts" / kind)
-    assert run_medusa("run", "--root", undisturbed, *options).returncode == 0
-    straight = undisturbed / "artifacts" / "heads" / resumed.name
-    losses = [
-        [json.loads(line)["loss"] for line in (path / "curve.jsonl").read_text().splitlines()]
-        for path in (resumed, straight)
-    ]
-    assert len(losses[0]) == len(losses[1]) > 20
+    losses = [[row["loss"] for row in curve(path)] for path in (resumed, undisturbed)]
+    assert len(losses[0]) > 20
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
-def test_ranks_on_two_nodes_outlive_the_death_of_one(tmp_path: Path, toy_dir: Path) -> None:
+def test_ranks_on_two_nodes_outlive_the_death_of_one(toy_run: Any, tmp_path: Path) -> None:
     """A cluster of two nodes with a core each, so a rank on each. Catches a dead rank that ends the run, and a restart
     that begins anew or trains something else."""
     from ray.cluster_utils import Cluster
 
-    config = toy_config(tmp_path, toy_dir, train={"epochs": 40, "checkpoint_steps": 10})
-    options = ["--config", str(config), "--until", "train-medusa1", "--set", "placement.train_workers=2"]
-    prepared, root = tmp_path / "prepared", tmp_path / "root"
-    assert run_medusa("run", "--root", prepared, *options).returncode == 0
-    for kind in ("backbone", "prompts", "distill", "teacher"):
-        (root / "artifacts").mkdir(parents=True, exist_ok=True)
-        (root / "artifacts" / kind).symlink_to(prepared / "artifacts" / kind)
-    heads = root / "artifacts" / "heads"
+    finished, config, _, _ = toy_run
+    roots = [borrow(finished, tmp_path / name, *ANSWERED) for name in ("disturbed", "straight")]
+    settings = ("train.epochs=40", "train.checkpoint_steps=10", "placement.train_workers=2")
+    assert run_medusa(*training(config, roots[1], "train-medusa1", *settings)).returncode == 0
+    heads = roots[0] / "artifacts" / "heads"
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         nodes.add_node(num_cpus=1)
-        command = [str(MEDUSA), "run", "--root", str(root), *options, "--set", f"placement.ray_address={nodes.address}"]
+        settings += (f"placement.ray_address={nodes.address}",)
+        command = [str(MEDUSA), *training(config, roots[0], "train-medusa1", *settings)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda: any(heads.glob("*.partial/.checkpoints/latest")), process)
+        wait_until(lambda: checkpointed(heads), process)
         started = psutil.Process().children(recursive=True)
         ranks = [p for p in started if "RayTrainWorker" in "".join(p.cmdline())]
         assert len({rank.ppid() for rank in ranks}) == 2, "both ranks run under one node's raylet"
@@ -166,10 +176,9 @@ def test_ranks_on_two_nodes_outlive_the_death_of_one(tmp_path: Path, toy_dir: Pa
         assert process.returncode == 0, errors
     finally:
         nodes.shutdown()
-    (trained,) = heads.iterdir()
-    undisturbed = prepared / "artifacts" / "heads" / trained.name
+    made = [path for root in roots for path in (root / "artifacts" / "heads").iterdir()]
     for name in ("curve.jsonl", "heads/heads.safetensors"):
-        assert (trained / name).read_bytes() == (undisturbed / name).read_bytes(), name
+        assert made[0].joinpath(name).read_bytes() == made[1].joinpath(name).read_bytes(), name
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path, toy_dir: Path) -> None:

@@ -15,7 +15,7 @@ from flows.costs import Costs, Workload
 from flows.plan import make_plan
 from infra.errors import UserError
 from infra.fresh_process import FreshProcess
-from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
+from infra.machine import PrivateMemory
 from tasks.backbone import BackboneConfig
 from tasks.conversations import Conversation
 from tasks.distill import Answerer
@@ -105,28 +105,21 @@ class Footprint:
     """A worker made and run once in a process of its own; by how many MiB the process grew."""
 
     def measure(self, make: Any, arguments: dict[str, Any], shard: Any) -> float:
-        reset_peak_resident()
-        empty = resident_mb()
+        memory = PrivateMemory()
         make(**arguments).run(shard)
-        return peak_resident_mb() - empty
+        return memory.peak_mb()
 
 
 @pytest.mark.long
 def test_memory_is_what_the_small_model_takes(tmp_path: Path) -> None:
     """The embedded backbone through every stage that the plan gives a memory for."""
-    settings = ["prompts.limit=60", "distill.batch_size=16", "distill.max_new_tokens=96", "train.batch_positions=512"]
+    settings = [
+        "prompts.limit=60", "distill.batch_size=16", "distill.max_new_tokens=96", "train.batch_positions=512",
+        "medusa2.max_steps=4",
+    ]  # fmt: skip
     flags = [part for setting in settings for part in ("--set", setting)]
-    command = [
-        "run",
-        "--config",
-        "smollm2-135m-medusa2",
-        "--root",
-        tmp_path,
-        "--until",
-        "train-medusa2",
-        "--json",
-        *flags,
-    ]
+    command = ["run", "--config", "smollm2-135m-medusa2", "--root", tmp_path, "--until", "train-medusa2", "--json"]
+    command += flags
     planned = json.loads(run_medusa(*command, "--plan").stdout)
     memory = {stage["name"]: stage["memory"] / 2**20 for stage in planned["stages"] if "memory" in stage}
     done = run_medusa(*command, timeout=1000)
@@ -154,9 +147,12 @@ def test_memory_is_what_the_small_model_takes(tmp_path: Path) -> None:
             (shards[0], tmp_path / "read" / shards[0].name),
         ),
     }
+    for folder in ("answers", "read"):
+        (tmp_path / folder).mkdir()
     for name, work in workers.items():
         with FreshProcess(name, Footprint) as process:
             measured[name] = process.call("measure", *work)
     print({name: (round(memory[name]), round(measured[name])) for name in measured})
     for name, mb in measured.items():
-        assert memory[name] == pytest.approx(mb, rel=0.35), (name, memory[name], mb)
+        # A process of any size has some hundred MiB of its libraries' own beside what grows with the model.
+        assert abs(memory[name] - mb) < 0.25 * mb + 100, (name, memory[name], mb)

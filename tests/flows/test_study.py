@@ -11,7 +11,7 @@ import pytest
 from flows.study import PARTS, _cells, as_markdown
 from tasks.quality import MEASURES
 from tasks.train_medusa2 import JointConfig
-from tests.flows.conftest import run_medusa
+from tests.flows.conftest import borrow, medusa_here
 
 
 def test_every_combination_of_the_parts_is_a_cell_of_one_length() -> None:
@@ -45,28 +45,11 @@ def test_on_the_toy_the_parts_are_worth_what_they_are_for(toy_run: Any, tmp_path
     """Catches a combined loss that holds nothing, a cold start that begins with trained heads, and cells that measure
     the backbone as it was."""
     first, config, _, _ = toy_run
-    root = tmp_path / "root"
-    for kind in ("backbone", "prompts", "distill", "teacher", "heads", "ranks"):
-        (root / "artifacts" / kind).mkdir(parents=True)
-        for entry in (first / "artifacts" / kind).iterdir():
-            (root / "artifacts" / kind / entry.name).symlink_to(entry)
+    root = borrow(first, tmp_path, "backbone", "prompts", "distill", "teacher", "heads", "ranks")
     joint = {"lora.rank": 8, "batch_conversations": 4, "learning_rate": "3e-3", "dtype": "float32", "warmup_steps": 1}
     flags = [part for key, value in joint.items() for part in ("--set", f"medusa2.{key}={value}")]
-    done = run_medusa(
-        "study",
-        "recipe",
-        "--config",
-        config,
-        "--root",
-        root,
-        "--steps",
-        "8",
-        "--nodes",
-        "6",
-        "--json",
-        *flags,
-        timeout=1100,
-    )
+    command = ("study", "recipe", "--config", config, "--root", root, "--steps", 8, "--nodes", 6, "--json")
+    done = medusa_here(*command, *flags)
     assert done.returncode == 0, done.stderr
     study = json.loads(done.stdout)
     assert (Path(study["directory"]) / "study.md").read_text() == as_markdown(study)
