@@ -47,5 +47,18 @@ def parents_from_words(words_NW: torch.Tensor) -> list[int]:
     return parents
 
 
+def tree_mask(prefix_len_B: torch.Tensor, ancestor_words_BNW: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """All that the kernel is told of what is visible, in one tensor that is made once a step and read by every layer.
+
+    int64 [B, 1, N, 1 + W]: for each node its sequence's prefix length and its ancestor words. With a sliding window
+    [B, 1, N, 2 + W], the window, in positions, in the second column.
+    """
+    batch, nodes, _ = ancestor_words_BNW.shape
+    columns = [prefix_len_B.to(torch.int64)[:, None, None].expand(batch, nodes, 1)]
+    if window is not None:
+        columns.append(torch.full_like(columns[0], window))
+    return torch.cat([*columns, ancestor_words_BNW], -1)[:, None].contiguous()
+
+
 def _signed(word: int) -> int:
     return word - (1 << WORD_BITS) if word >= 1 << (WORD_BITS - 1) else word

@@ -1,12 +1,15 @@
 """The attention that verifies a tree, plugged into transformers under the name "medusa_tree".
 
-One masked attention for every model that goes through transformers' attention interface. Query heads that share a
-key head are folded into the node axis, so grouped-query models never repeat their cache. It knows masks, not trees.
+For every model that goes through transformers' attention interface: the Triton kernel where it runs, one masked SDPA
+elsewhere, in which query heads that share a key head are folded into the node axis, so that grouped-query models never
+repeat their cache. It knows masks, not trees.
 Legend: B batch, N query nodes, S cache slots, Hq/Hkv query/key heads, G = Hq / Hkv, D head size.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +18,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kernels.ancestor_bits import tree_mask
+from kernels.launch_plan import SIZES
+from medusa_core.cache import LayerShape
 from medusa_core.errors import UnsupportedByTreeAttention
-from medusa_core.ops import capped_attention, masked_attention, materialize, recording_gradients, tree_attention
+from medusa_core.ops import (
+    capped_attention,
+    masked_attention,
+    materialize,
+    recording_gradients,
+    tree_attention,
+    tree_kernel,
+)
 
 NAME = "medusa_tree"
 
@@ -34,7 +47,8 @@ def tree_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """query [B, Hq, N, D], key/value [>=B, Hkv, >=S, D], mask [B, 1, N or G*N, S] → ([B, N, Hq, D], None).
 
-    Without a mask this is transformers' own SDPA attention, so a model switched to it still generates as before.
+    An int64 mask is a tree mask of `kernels.tree_attention`, and that kernel attends. Without a mask this is
+    transformers' own SDPA attention, so a model switched to it still generates, and prefills, as before.
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise UnsupportedByTreeAttention("its attention has sinks or a position bias")
@@ -44,6 +58,8 @@ def tree_attention_forward(
     if mask is None:
         nodes, slots = query.shape[2], key.shape[2]
         mask = torch.ones(1, 1, nodes, slots, dtype=torch.bool, device=query.device).tril(slots - nodes)
+    if mask.dtype == torch.int64:
+        return tree_kernel(query, key, value, mask, scaling, softcap), None
     if recording_gradients(query, key, value):
         return masked_attention(query, key, value, mask, scaling, softcap), None
     if softcap is None:
@@ -117,23 +133,52 @@ def masks_for(
     Where the configuration tells how many query heads share a key head, masks come folded for them, [B, 1, G*N, S],
     once a step instead of once a layer.
     """
+    group = query_group(config)
+    zero = torch.zeros((), dtype=dtype, device=lengths_B.device)
+    hidden = torch.full((), float("-inf"), dtype=dtype, device=lengths_B.device)
+
+    def build(window: int | None) -> torch.Tensor:
+        seen = visibility(lengths_B, ancestors_NN, depths_N, slots=slots, window=window)
+        return torch.where(seen, zero, hidden).repeat(1, 1, group, 1)
+
+    return _by_layer_type(config, build)
+
+
+def kernel_masks_for(
+    config: Any, lengths_B: torch.Tensor, words_NW: torch.Tensor
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The same as tree masks, which the kernel reads: a few words a node, whatever the cache's length."""
+    words_BNW = words_NW.expand(lengths_B.shape[0], -1, -1)
+    return _by_layer_type(config, lambda window: tree_mask(lengths_B, words_BNW, window))
+
+
+def _by_layer_type(config: Any, build: Callable[[int | None], torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
+    """One mask for all layers, or one for each type, made for the type's sliding window."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     types = set(getattr(config, "layer_types", None) or [])
     if unknown := types - {"full_attention", "sliding_attention"}:
         raise UnsupportedByTreeAttention(f"it has layers of type {sorted(unknown)}")
-    group = query_group(config)
-    zero = torch.zeros((), dtype=dtype, device=lengths_B.device)
-    hidden = torch.full((), float("-inf"), dtype=dtype, device=lengths_B.device)
-
-    def build(width: int | None) -> torch.Tensor:
-        seen = visibility(lengths_B, ancestors_NN, depths_N, slots=slots, window=width)
-        return torch.where(seen, zero, hidden).repeat(1, 1, group, 1)
-
     if "sliding_attention" in types:
         return {"full_attention": build(None), "sliding_attention": build(window)}
     return build(None if types else window)
+
+
+def why_no_kernel(device: torch.device, dtype: torch.dtype, shapes: Iterable[LayerShape]) -> str | None:
+    """Why the kernel can't verify trees of a model whose cache has these layers; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from kernels import tree_attention as kernel
+
+    if device.type != "cuda" and not kernel.INTERPRETED:
+        return f"it needs a GPU; this model is on {device.type}"
+    if dtype not in kernel.DTYPES:
+        return f"it has no code for {dtype}"
+    for shape in shapes:
+        if shape.key_size != shape.value_size or shape.key_size not in SIZES:
+            return f"it has no code for keys of {shape.key_size} and values of {shape.value_size}"
+    return None
 
 
 def query_group(config: Any) -> int:

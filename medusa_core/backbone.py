@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from medusa_core.attention import masks_for, share_rotary_tables
+from kernels.launch_plan import MAX_NODES
+from medusa_core.attention import kernel_masks_for, masks_for, share_rotary_tables, why_no_kernel
 from medusa_core.cache import LayerShape, TreeCache
 from medusa_core.compiling import CompiledSteps
 from medusa_core.errors import UnsupportedByTreeAttention
@@ -24,6 +25,7 @@ from medusa_core.packing import LinearCalls, pack_linears
 from medusa_core.tap import HiddenTap
 from medusa_core.tree import OFF, Tree, chain
 
+AttentionMode = Literal["auto", "kernel", "dense"]
 # Prompts share a pass up to this many tokens, padding included: beyond it a larger product gains nothing, and longer
 # prompts are run in pieces of this size, so that the memory of a pass has a bound.
 PREFILL_TOKENS = 1024
@@ -64,10 +66,15 @@ class Backbone:
     steps: CompiledSteps | None
 
     def __init__(
-        self, model: PreTrainedModel, *, pack: bool, may_compile: Callable[[bool], bool] | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        pack: bool,
+        attention: AttentionMode = "auto",
+        may_compile: Callable[[bool], bool] | None = None,
     ) -> None:
         """`may_compile` is asked once for caches of one row (True) and once for others, before a step is compiled for
-        them; without it nothing is."""
+        them; without it nothing is. UnsupportedByTreeAttention for a model, or for the kernel if that is asked for."""
         self.model = model
         self.device: torch.device = model.device
         self.context_length = context_length(model)
@@ -78,6 +85,12 @@ class Backbone:
             self.shapes = _layer_shapes(model, self._cache_argument)
         finally:
             groups = calls.groups()
+        why_not = (
+            "it was not asked for" if attention == "dense" else why_no_kernel(self.device, model.dtype, self.shapes)
+        )
+        if attention == "kernel" and why_not:
+            raise UnsupportedByTreeAttention(f"the kernel can't verify its trees: {why_not}")
+        self.kernel = why_not is None
         if pack:
             pack_linears(model, groups)
         # After packing, which replaces the LM head's module.
@@ -95,6 +108,7 @@ class Backbone:
         """Runs prompts into consecutive rows: logits [B, V] and hidden state [B, D] after the last token of each.
 
         They are padded to the longest; what the padding leaves in the cache lies past their lengths and is never seen.
+        The first piece of them goes the model's own way, without a mask of ours.
         """
         ends = [len(prompt) for prompt in prompts]
         width, device = max(ends), self.device
@@ -106,11 +120,13 @@ class Backbone:
             tokens_BN = padded_BT[:, begin : begin + piece]
             nodes = tokens_BN.shape[1]
             start_B = torch.full_like(ends_B, begin)
-            causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
             depths_N = torch.arange(nodes, device=device)
             last_B = (ends_B - 1 - begin).clamp(0, nodes - 1)
-            cache.place(first_row, start_B, end=begin + nodes)
-            mask = self._masks(start_B, causal, depths_N, begin + nodes)
+            cache.place(first_row, start_B, end=begin + nodes, fresh=begin == 0)
+            mask = None
+            if begin:
+                causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+                mask = self._masks(start_B, causal, depths_N, begin + nodes)
             with self.tap.only(last_B):
                 logits, hidden = self._run(cache, tokens_BN, start_B[:, None] + depths_N, mask)
             if logits_BV is None or hidden_BD is None:
@@ -156,6 +172,8 @@ class Backbone:
         # Nodes past the model's last position are cut by the budget, but their position must still be a legal one.
         positions_BN = (start_B[:, None] + layout.depths_N).clamp(max=self.context_length - 1)
         extent = min(-(-end // step) * step, cache.slots)
+        if self.kernel and tree.nodes <= MAX_NODES:
+            return tokens_BN, positions_BN, kernel_masks_for(self._config, start_B, layout.words_NW)
         return tokens_BN, positions_BN, self._masks(start_B, layout.ancestors_NN, layout.depths_N, extent)
 
     def _compile(self, steps: CompiledSteps, *, one_row: bool, one_node: bool) -> None:
@@ -176,10 +194,14 @@ class Backbone:
         cache: TreeCache,
         tokens_BN: torch.Tensor,
         positions_BN: torch.Tensor,
-        mask: torch.Tensor | dict[str, torch.Tensor],
+        mask: torch.Tensor | dict[str, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is compiled. The extent comes from the mask's shape: an attribute's value would be frozen into it."""
-        cache.extent = (mask if isinstance(mask, torch.Tensor) else mask["full_attention"]).shape[-1]
+        one = mask["full_attention"] if isinstance(mask, dict) else mask
+        if one is None:
+            cache.extent = tokens_BN.shape[1]
+        else:
+            cache.extent = cache.slots if one.dtype == torch.int64 else one.shape[-1]
         output: Any = self.model(
             input_ids=tokens_BN,
             position_ids=positions_BN,
@@ -190,10 +212,10 @@ class Backbone:
         return output.logits, self.tap.hidden
 
 
-def check_tree_support(model: PreTrainedModel) -> None:
+def check_tree_support(model: PreTrainedModel, attention: AttentionMode) -> None:
     """UnsupportedByTreeAttention unless a tree can be verified in one pass of this model."""
     with _as_unsupported("it can't be run with a cache of keys and values"):
-        backbone = Backbone(model, pack=False)
+        backbone = Backbone(model, pack=False, attention=attention)
     try:
         check_paths(backbone)
     finally:

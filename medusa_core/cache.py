@@ -16,7 +16,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from medusa_core.errors import InputError
-from medusa_core.ops import write_cache
+from medusa_core.ops import compact_cache, write_cache
 
 
 class LayerShape(NamedTuple):
@@ -46,6 +46,8 @@ class _Layer(CacheLayerMixin):
         owner = self.owner
         keys, values = owner.stores[self.store]
         write_cache(keys, values, key_states, value_states, self.index, owner.first_row, owner.start_B)
+        if owner.fresh:
+            return key_states, value_states
         # All slots, and all rows from the first: attention reads as many as its mask and its queries have. Were they
         # cut here, a compiled step would be tied to calls in which the same sizes happen to be equal.
         first = owner.first_row
@@ -56,7 +58,7 @@ class _Layer(CacheLayerMixin):
         return self.owner.extent, 0
 
     def get_seq_length(self) -> int:
-        return self.owner.extent
+        return 0 if self.owner.fresh else self.owner.extent
 
     def get_max_length(self) -> int:
         return self.owner.slots
@@ -69,7 +71,7 @@ class TreeCache(Cache):
         self, shapes: Sequence[LayerShape], *, rows: int, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.rows, self.slots = rows, slots
-        self.first_row, self.extent = 0, 0
+        self.first_row, self.extent, self.fresh = 0, 0, False
         self.start_B = torch.zeros(1, dtype=torch.int64, device=device)
         kinds = list(dict.fromkeys(shapes))
 
@@ -89,28 +91,21 @@ class TreeCache(Cache):
         ]
         super().__init__(layers=layers)
 
-    def place(self, first_row: int, start_B: torch.Tensor, *, end: int) -> None:
-        """Announces a forward over consecutive rows whose new keys go to the slots from start_B on, up to `end`."""
+    def place(self, first_row: int, start_B: torch.Tensor, *, end: int, fresh: bool = False) -> None:
+        """Announces a forward over consecutive rows whose new keys go to the slots from start_B on, up to `end`.
+
+        `fresh` rows have nothing before these: the new keys are all that is attended to."""
         if end > self.slots:
             raise InputError(f"the cache has {self.slots} slots, this step needs {end}")
-        self.first_row, self.start_B = first_row, start_B
+        self.first_row, self.start_B, self.fresh = first_row, start_B, fresh
 
     def compact(self, start_B: torch.Tensor, path_BA: torch.Tensor) -> None:
         """Moves the nodes of each row's path (rows 0 .. B-1) to the slots right after its prefix of start_B tokens.
 
         Path entries past a row's accepted length may name any node: their slots are free again after this step.
         """
-        below_BA = path_BA[:, 1:]
-        if below_BA.shape[1] == 0:
-            return
-        row_B1 = torch.arange(path_BA.shape[0], device=path_BA.device)[:, None]
-        steps_A = torch.arange(1, path_BA.shape[1], device=path_BA.device)
-        source_BA, target_BA = start_B[:, None] + below_BA, start_B[:, None] + steps_A
-        for pair in self.stores:
-            for store in pair:
-                # Read as a copy before anything is written, so overlapping source and target slots are safe.
-                kept = store[:, row_B1, :, source_BA]
-                store[:, row_B1, :, target_BA] = kept
+        for keys, values in self.stores:
+            compact_cache(keys, values, start_B, path_BA)
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copies a row's committed prefix into another row."""

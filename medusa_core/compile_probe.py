@@ -27,15 +27,15 @@ _LIMIT_S = 1800
 _log = logging.getLogger(__name__)
 
 
-def compiles(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
+def compiles(model: PreTrainedModel, *, pack: bool, one_row: bool, attention: str = "auto") -> str | None:
     """None if a subprocess compiled and ran this model's steps, for caches of one row or of several, else why not, in
     a sentence."""
-    verdict = cache_directory() / f"probe-{_key(model, pack=pack, one_row=one_row)}.json"
+    verdict = cache_directory() / f"probe-{_key(model, pack=pack, one_row=one_row, attention=attention)}.json"
     if verdict.exists():
         found: dict[str, Any] = json.loads(verdict.read_text())
         return None if found["why_not"] is None else str(found["why_not"])
     _log.info("compiling the decode step of %s for %s, once for this machine", type(model).__name__, _rows(one_row))
-    why_not = _try(model, pack=pack, one_row=one_row)
+    why_not = _try(model, pack=pack, one_row=one_row, attention=attention)
     verdict.parent.mkdir(parents=True, exist_ok=True)
     partial = verdict.with_suffix(".partial")
     partial.write_text(json.dumps({"why_not": why_not}))
@@ -47,7 +47,7 @@ def _rows(one_row: bool) -> str:
     return "one row" if one_row else "several rows"
 
 
-def _try(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
+def _try(model: PreTrainedModel, *, pack: bool, one_row: bool, attention: str) -> str | None:
     with tempfile.TemporaryDirectory() as scratch:
         spec = Path(scratch) / "model.pickle"
         try:
@@ -59,6 +59,7 @@ def _try(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
                     "device": str(model.device),
                     "threads": torch.get_num_threads(),
                     "pack": pack,
+                    "attention": attention,
                     "rows": 1 if one_row else 2,
                 }
             )
@@ -77,7 +78,7 @@ def _try(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
     return f"compiling for {_rows(one_row)} was tried in a subprocess, which {ended}"
 
 
-def _key(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str:
+def _key(model: PreTrainedModel, *, pack: bool, one_row: bool, attention: str) -> str:
     """Digest of all that the compiled code depends on, the processor included."""
     parts = [
         torch.__version__,
@@ -89,6 +90,7 @@ def _key(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str:
         torch.cuda.get_device_name() if model.device.type == "cuda" else torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         str(pack),
+        attention,
         _rows(one_row),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -108,7 +110,7 @@ def _main(path: str) -> None:
     use_compiled_operators(model.device)
     with torch.inference_mode():
         use_tree_attention(model)
-        backbone = Backbone(model, pack=spec["pack"], may_compile=lambda one_row: True)
+        backbone = Backbone(model, pack=spec["pack"], attention=spec["attention"], may_compile=lambda one_row: True)
         rows = spec["rows"]
         cache = backbone.open(rows=rows, slots=512)
         backbone.prefill(cache, 0, [[1, 2, 3]] * rows)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from medusa_core.attention import use_tree_attention
 from medusa_core.backbone import (
+    AttentionMode,
     Backbone,
     Verifier,
     cache_argument,
@@ -61,13 +62,15 @@ class MedusaEngine:
         eos_token_ids: Sequence[int] | None = None,
         pack: bool = False,
         compile: CompileMode = "off",
+        attention: AttentionMode = "auto",
         tokenizer: Tokenizer | None = None,
     ) -> None:
         """Switches `model` to tree attention (it still generates as before).
 
         `pack` reorders the linear layers' weights once (CPU only): faster, at the price of a second copy. `compile`
-        compiles the step: "on" does, "auto" does if a subprocess survives compiling and running it first. InputError
-        for a model or tree that can't be decoded with.
+        compiles the step: "on" does, "auto" does if a subprocess survives compiling and running it first. `attention`:
+        trees are verified by the Triton "kernel" or under a "dense" mask; "auto" takes the kernel where it runs, which
+        is on a GPU. InputError for a model or tree that can't be decoded with.
         """
         _refuse_unsuitable(model)
         self.model = model.eval()
@@ -79,7 +82,7 @@ class MedusaEngine:
         self.tokenizer = tokenizer
         self.seconds = StepSeconds()
         self.drafter = None if heads is None else Drafter(heads, pack=pack)
-        self.backbone: Verifier = _backbone(model, pack=pack, compile=compile)
+        self.backbone: Verifier = _backbone(model, pack=pack, compile=compile, attention=attention)
 
     @classmethod
     def from_pretrained(
@@ -92,6 +95,7 @@ class MedusaEngine:
         device: str = "cpu",
         pack: bool = True,
         compile: CompileMode = "off",
+        attention: AttentionMode = "auto",
         trust_remote_code: bool = False,
     ) -> MedusaEngine:
         """Loads a local model directory with its tokenizer, if it has one, and, if given, a heads directory; InputError
@@ -104,7 +108,7 @@ class MedusaEngine:
         loaded = None if heads is None else load_heads(Path(heads), model, backbone=Path(backbone))
         has_tokenizer = (Path(backbone) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(str(backbone), **where) if has_tokenizer else None
-        return cls(model, loaded, tree, pack=pack, compile=compile, tokenizer=tokenizer)
+        return cls(model, loaded, tree, pack=pack, compile=compile, attention=attention, tokenizer=tokenizer)
 
     @property
     def device(self) -> torch.device:
@@ -208,16 +212,20 @@ class MedusaEngine:
         tree.check(num_heads=self.heads.num_heads, max_rank=len(self.heads.vocab_map_C))
 
 
-def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode) -> Verifier:
+def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode, attention: AttentionMode) -> Verifier:
     """The model behind tree attention, or behind copies of its own cache where that can't be."""
     if compile not in ("auto", "on", "off"):
         raise InputError(f"compile is {compile!r}; it is 'auto', 'on' or 'off'")
+    if attention not in ("auto", "kernel", "dense"):
+        raise InputError(f"attention is {attention!r}; it is 'auto', 'kernel' or 'dense'")
     own_attention = model.config._attn_implementation
     try:
         use_tree_attention(model)
-        check_tree_support(model)
+        attention = _checked(model, attention)
     except UnsupportedByTreeAttention as reason:
         model.set_attn_implementation(own_attention)
+        if attention == "kernel":
+            raise InputError(f"{type(model).__name__} can't be decoded with as asked: {reason}") from reason
         copies = CopyingBackbone(model, cache_argument(model), context_length(model))
         try:
             check_paths(copies)
@@ -228,10 +236,30 @@ def _backbone(model: PreTrainedModel, *, pack: bool, compile: CompileMode) -> Ve
             ) from neither
         _log.warning("%s decodes through copies of its cache, slower: %s", type(model).__name__, reason)
         return copies
-    return Backbone(model, pack=pack, may_compile=_permission(model, pack=pack, mode=compile))
+    return Backbone(
+        model,
+        pack=pack,
+        attention=attention,
+        may_compile=_permission(model, pack=pack, attention=attention, mode=compile),
+    )
 
 
-def _permission(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> Callable[[bool], bool] | None:
+def _checked(model: PreTrainedModel, attention: AttentionMode) -> AttentionMode:
+    """How this model's trees are verified, tried; UnsupportedByTreeAttention if nothing allowed does it right."""
+    try:
+        check_tree_support(model, attention)
+        return attention
+    except UnsupportedByTreeAttention as reason:
+        if attention != "auto" or model.device.type != "cuda":
+            raise
+        _log.warning("%s is verified under dense masks: with the kernel, %s", type(model).__name__, reason)
+    check_tree_support(model, "dense")
+    return "dense"
+
+
+def _permission(
+    model: PreTrainedModel, *, pack: bool, attention: AttentionMode, mode: CompileMode
+) -> Callable[[bool], bool] | None:
     """Says for caches of one row (True) or several whether their steps may be compiled; None if none may."""
     if mode == "off":
         return None
@@ -246,7 +274,7 @@ def _permission(model: PreTrainedModel, *, pack: bool, mode: CompileMode) -> Cal
 
     @functools.cache
     def survived(one_row: bool) -> bool:
-        reason = why_not or compiles(model, pack=pack, one_row=one_row)
+        reason = why_not or compiles(model, pack=pack, attention=attention, one_row=one_row)
         if reason:
             _log.warning("steps run uncompiled: %s", reason)
         return reason is None

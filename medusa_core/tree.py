@@ -24,14 +24,15 @@ Path = tuple[int, ...]
 class TreeTensors:
     """A tree's layout on one device, which is all that drafting, verifying and accepting read.
 
-    Depth, rank and parent of each node (the root's parent is itself), visibility [N, N] bool, and the node at each
-    depth on the way to each node, [N, A] with A = depth + 1.
+    Depth, rank and parent of each node (the root's parent is itself), visibility [N, N] bool, the same as ancestor
+    words [N, W] int64, and the node at each depth on the way to each node, [N, A] with A = depth + 1.
     """
 
     depths_N: torch.Tensor
     ranks_N: torch.Tensor
     parents_N: torch.Tensor
     ancestors_NN: torch.Tensor
+    words_NW: torch.Tensor
     paths_NA: torch.Tensor
 
 
@@ -106,7 +107,12 @@ class Tree:
     @cached_property
     def ancestors_NN(self) -> torch.Tensor:
         """Visibility [N, N] bool: row q marks q itself and its ancestors."""
-        return mask_from_words(words_from_parents(self.parents))
+        return mask_from_words(self.words_NW)
+
+    @cached_property
+    def words_NW(self) -> torch.Tensor:
+        """Visibility as the kernel reads it (`kernels.ancestor_bits`)."""
+        return words_from_parents(self.parents)
 
     @cached_property
     def paths_ND(self) -> torch.Tensor:
@@ -128,7 +134,7 @@ class Tree:
 @lru_cache(maxsize=256)
 def _tensors(tree: Tree, device: torch.device) -> TreeTensors:
     parents_N = torch.tensor(tree.parents).clamp(min=0)
-    layout = (tree.depths_N, tree.ranks_N, parents_N, tree.ancestors_NN, tree.paths_ND)
+    layout = (tree.depths_N, tree.ranks_N, parents_N, tree.ancestors_NN, tree.words_NW, tree.paths_ND)
     return TreeTensors(*(tensor.to(device) for tensor in layout))
 
 

@@ -13,6 +13,17 @@ from infra.environment import quiet
 quiet()
 
 import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    # Triton decides when a function is defined whether its interpreter will run it, its own library's included: so this
+    # comes before anything else imports triton. Processes that tests start don't inherit it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        import triton.experimental.gluon  # noqa: F401
+
+        import kernels.compaction
+        import kernels.tree_attention  # noqa: F401
+
 from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: E402
 
 from medusa_core.heads import MedusaHeads  # noqa: E402
