@@ -41,7 +41,7 @@ def open_engine(
     from medusa_core.portfolio import PLAIN, Portfolio
     from tasks.backbone import backbone_info, load_tokenizer, model_dir
     from tasks.conversations import ChatFormat
-    from tasks.engine import load_engine
+    from tasks.engine import EngineConfig, load_engine
     from tasks.stage import Placement
 
     info = backbone_info(artifact)
@@ -50,7 +50,7 @@ def open_engine(
         model_dir(artifact),
         dtype=torch.bfloat16,
         device=Placement().resolved_device(),
-        compile=compile,
+        engine=EngineConfig(compile=compile),
         eos_token_ids=info.eos_token_ids,
         heads=served.heads,
         backbone_digest=info.digest,

@@ -39,7 +39,7 @@ def examine(root: Path) -> list[Finding]:
     findings.append(_finding("C++ compiler", "ok" if compiler else "missing", detail))
     findings += [_package(name) for name in PACKAGES]
     findings += [_optional(module, *about) for module, about in OPTIONAL.items()]
-    findings += [_kernels(), _disk(root)]
+    findings += [_tree_kernel(), _kernels(), _disk(root)]
     return findings
 
 
@@ -87,6 +87,18 @@ def _optional(module: str, what_for: str, how: str) -> Finding:
     if importlib.util.find_spec(module):
         return _finding(module, "ok", what_for)
     return _finding(module, "missing", f"{what_for}: {how}")
+
+
+def _tree_kernel() -> Finding:
+    import torch
+
+    from kernels.launch_plan import SIZES
+    from medusa_core.attention import why_no_kernel
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := why_no_kernel(device, torch.bfloat16, []):
+        return _finding("tree-attention kernel", "missing", f"{reason}: trees are verified under a dense mask")
+    return _finding("tree-attention kernel", "ok", f"heads of size {', '.join(map(str, SIZES))}")
 
 
 def _kernels() -> Finding:

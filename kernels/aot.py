@@ -78,7 +78,7 @@ def _compile(
     pointers: dict[str, str],
     floats: set[str],
     constants: dict[str, Any],
-    options: dict[str, int],
+    options: dict[str, Any],
     arch: str,
 ) -> dict[str, Any]:
     def kind(name: str) -> str:
@@ -91,7 +91,8 @@ def _compile(
     aligned = [name for name in kernel.arg_names if name in pointers or _is_row_stride(name)]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(arch[2:]), _WARP), options=options)
+    target = GPUTarget("cuda", int(arch[2:]), _WARP)
+    compiled = triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
     registers, spilled = _resources(compiled.asm["cubin"])
     return {"shared_bytes": compiled.metadata.shared, "registers": registers, "spill_bytes": spilled}
 

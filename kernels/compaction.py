@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["heads", "length"])  # type: ignore[untyped-decorator]
 def compact(  # type: ignore[no-untyped-def]
     cache_ptr,
     start_ptr,

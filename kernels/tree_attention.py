@@ -22,6 +22,8 @@ from kernels.ancestor_bits import WORD_BITS, tree_mask
 from kernels.launch_plan import MERGE_AT_ONCE, Device, LaunchPlan, Shape, plan_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton's default is about to change; a program is the same with every version.
+_FUSED = {} if INTERPRETED else {"enable_fp_fusion": True}
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -38,7 +40,8 @@ def _ones(word):  # type: ignore[no-untyped-def]
     return word & 0x7F
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Sizes that change with trees and caches are no reason to compile anew.
+@triton.jit(do_not_specialize=["nodes", "words", "group", "kv_heads", "slots"])  # type: ignore[untyped-decorator]
 def attend(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -182,7 +185,7 @@ def attend(  # type: ignore[no-untyped-def]
         tl.store(lse_ptr + part, lse, mask=alive)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["heads", "nodes", "splits"])  # type: ignore[untyped-decorator]
 def merge(  # type: ignore[no-untyped-def]
     part_ptr,
     lse_ptr,
@@ -263,6 +266,8 @@ def attend_under(
         raise ValueError("queries, keys and values need one head size, keys and values one shape")
     if {k_cache_BHSD.dtype, v_cache_BHSD.dtype} != {q_BHND.dtype} or q_BHND.dtype not in DTYPES:
         raise ValueError("queries, keys and values need one dtype: fp16, bf16 or fp32")
+    if k_cache_BHSD.shape[0] < batch:
+        raise ValueError(f"a cache of {k_cache_BHSD.shape[0]} rows for {batch} rows of queries")
     if k_cache_BHSD.stride(-1) != 1 or v_cache_BHSD.stride(-1) != 1:
         raise ValueError("the last dimension of a cache must be contiguous")
     if q_BHND.stride(-1) != 1:
@@ -270,7 +275,8 @@ def attend_under(
     shape = Shape(batch, heads, kv_heads, nodes, size, slots, DTYPES[q_BHND.dtype])
     plan = plan_launch(shape, _device(q_BHND.device), general=windowed or softcap is not None)
     out = q_BHND.new_empty(batch, nodes, heads, size).transpose(1, 2)
-    _launch(plan, q_BHND, k_cache_BHSD, v_cache_BHSD, mask, out, scale or size**-0.5, softcap or 0.0, windowed)
+    scale = size**-0.5 if scale is None else scale
+    _launch(plan, q_BHND, k_cache_BHSD, v_cache_BHSD, mask, out, scale, softcap or 0.0, windowed)
     return out
 
 
@@ -288,9 +294,8 @@ def _launch(
     batch, heads, nodes, size = q.shape
     kv_heads, slots = k.shape[1:3]
     config = plan.config
-    parts = (plan.splits, batch, heads, nodes)
-    part = scratch((*parts, size), q.device) if plan.splits > 1 else out
-    lse = scratch(parts, q.device) if plan.splits > 1 else out
+    parts = (plan.splits if plan.splits > 1 else 0, batch, heads, nodes)
+    part, lse = (q.new_empty(shape, dtype=torch.float32) for shape in ((*parts, size), parts))
     if config.general and not windowed:
         # One kernel has both; a window as long as any sequence is none.
         mask = torch.cat([mask[..., :1], torch.full_like(mask[..., :1], slots + nodes), mask[..., 1:]], -1)
@@ -300,18 +305,13 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
         nodes, words, heads // kv_heads, kv_heads, slots,
         size, config.block_m, config.block_n, config.block_d, config.general, INTERPRETED,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, **_FUSED,
     )  # fmt: skip
     if plan.splits > 1:
         merge[(nodes, heads, batch)](
             part, lse, out, *out.stride()[:3], heads, nodes, plan.splits, size,
-            MERGE_AT_ONCE, config.block_d, num_warps=4,
+            MERGE_AT_ONCE, config.block_d, num_warps=4, **_FUSED,
         )  # fmt: skip
-
-
-def scratch(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where parts lie between the two kernels; a test fills it with NaN."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 @functools.lru_cache

@@ -18,6 +18,7 @@ from tasks.backbone import load_tokenizer
 from tasks.bench_prompts import BenchPrompt
 from tasks.bench_worker import Answer, Contestant, Worker, start_workers
 from tasks.conversations import ChatFormat
+from tasks.engine import EngineConfig
 from tasks.tree import pick_entry, read_portfolio
 
 TIE_GAP = 1e-4
@@ -79,7 +80,7 @@ def _contestants(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchProm
         threads=spec["threads"],
         slots=-(-slots // 128) * 128,
         backbone_digest=spec["backbone"]["digest"],
-        compile=spec["compile"],
+        engine=EngineConfig(**spec["engine"]),
     )
     listed = [base, replace(base, name=PLAIN, kind=PLAIN)]
     listed.append(_with_tree(base, MEDUSA, spec["heads"], spec["portfolio"]))
@@ -182,7 +183,9 @@ def _lossless(
     """
     config = spec["config"]
     threads = max(1, spec["threads"] // 2)
-    base = replace(_contestants(spec, chat, prompts)[0], dtype="float32", threads=threads, compile="off")
+    base = replace(
+        _contestants(spec, chat, prompts)[0], dtype="float32", threads=threads, engine=EngineConfig(compile="off")
+    )
     pair = [base, _with_tree(base, MEDUSA, spec["heads"], spec["portfolio"])]
     ids = [chat.first(prompt.turns[0]) for prompt in prompts[: config["lossless_prompts"]]]
     # Left-padded batches of similar length keep the reference cheap; it is still transformers' own greedy decoding.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingC
 
 from infra.fresh_process import FreshProcess
 from infra.machine import peak_resident_mb, reset_peak_resident, resident_mb
-from medusa_core.engine import CompileMode
 from medusa_core.request import StepSeconds
 from medusa_core.sampling import SamplingParams
 from medusa_core.tree import Tree
 from tasks.backbone import load_model
-from tasks.engine import load_engine
+from tasks.engine import EngineConfig, load_engine
 from tasks.stage import dtype_of
 
 KINDS = ("transformers", "transformers-compiled", "transformers-lookup", "plain", "medusa")
@@ -45,7 +44,7 @@ class Contestant:
     heads: str | None = None
     backbone_digest: str | None = None
     choices: tuple[tuple[int, ...], ...] = ()
-    compile: CompileMode = "off"
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(compile="off"))
 
 
 @dataclass
@@ -142,7 +141,7 @@ class _Runner:
             Path(c.model),
             dtype=dtype_of(c.dtype),
             device=c.device,
-            compile=c.compile,
+            engine=c.engine,
             eos_token_ids=c.eos_token_ids,
             heads=Path(str(c.heads)) if c.kind == "medusa" and c.choices else None,
             backbone_digest=c.backbone_digest,

@@ -62,7 +62,7 @@ def benchmark(
     placement = context.placement
     semantic = config.model_dump(mode="json") | {
         "champion": champion and champion["version"],
-        "compile": engine.compile,
+        "engine": engine.model_dump(),
     }
     inputs = {
         "backbone": backbone_identity(backbone),
@@ -116,7 +116,7 @@ def bench_spec(
     info = backbone_info(backbone)
     return {
         "config": config.model_dump(mode="json"),
-        "compile": engine.compile,
+        "engine": engine.model_dump(),
         "model": str(model_dir(backbone)),
         "backbone": {"name": info.name, "digest": info.digest, "parameters": info.parameters},
         "eos_token_ids": list(info.eos_token_ids),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from medusa_core.backbone import AttentionMode
 from medusa_core.checkpoint import load_heads
 from medusa_core.engine import CompileMode, MedusaEngine
 from medusa_core.portfolio import Portfolio
@@ -21,11 +22,13 @@ from tasks.backbone import load_model
 
 class EngineConfig(BaseModel):
     """How the engine runs a step. `compile: auto` compiles it if a subprocess survives doing so, and runs it as it is
-    otherwise (no C++ compiler, a compiler that aborts)."""
+    otherwise (no C++ compiler, a compiler that aborts). `attention: auto` verifies trees by the Triton kernel where
+    that runs, which is on a GPU, and under a dense mask elsewhere."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     compile: CompileMode = Field("auto", description="auto, on or off")
+    attention: AttentionMode = Field("auto", description="auto, kernel or dense")
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -39,7 +42,7 @@ def load_engine(
     *,
     dtype: torch.dtype,
     device: str,
-    compile: CompileMode,
+    engine: EngineConfig,
     eos_token_ids: Sequence[int],
     heads: Path | None = None,
     backbone_digest: str | None = None,
@@ -49,4 +52,13 @@ def load_engine(
     """An engine over a backbone artifact's model directory; UserError or InputError if parts don't belong together."""
     loaded = load_model(model, dtype, device)
     own = None if heads is None else load_heads(heads, loaded, backbone_digest=backbone_digest)
-    return MedusaEngine(loaded, own, tree, eos_token_ids=eos_token_ids, pack=True, compile=compile, tokenizer=tokenizer)
+    return MedusaEngine(
+        loaded,
+        own,
+        tree,
+        eos_token_ids=eos_token_ids,
+        pack=True,
+        compile=engine.compile,
+        attention=engine.attention,
+        tokenizer=tokenizer,
+    )

@@ -47,7 +47,7 @@ def latency(
 ) -> Artifact:
     """Times the engine with these heads. Only their shape matters, but their files say it."""
     placement = context.placement
-    semantic = config.model_dump(mode="json") | {"compile": engine.compile}
+    semantic = config.model_dump(mode="json") | {"engine": engine.model_dump()}
     inputs = {"backbone": backbone_identity(backbone), "heads": heads.digest("heads/config.json")}
     machine = machine_facts(device=placement.resolved_device(), threads=placement.thread_count, dtype=config.dtype)
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic, machine=machine)
@@ -91,7 +91,7 @@ class _Timer:
             Path(spec["model"]),
             dtype=dtype_of(spec["dtype"]),
             device=spec["device"],
-            compile=spec["compile"],
+            engine=EngineConfig(**spec["engine"]),
             eos_token_ids=[],
             heads=Path(spec["heads"]),
             backbone_digest=spec["backbone_digest"],

@@ -24,6 +24,7 @@ WHOLE = "whole"
 
 ENGINE = "tests/medusa_core/test_engine.py"
 CONTEXT = "tests/medusa_core/test_engine_context.py"
+KERNEL = "tests/kernels/test_tree_attention.py::test_the_kernel_computes_what_is_defined"
 HEADLINE = f"{CONTEXT}::test_greedy_is_plain_greedy_where_every_token_depends_on_the_context"
 
 
@@ -169,6 +170,27 @@ MUTANTS = (
         "self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)",
         "self.heads.losses(hidden_PD, labels, None, shares_PKJ)",
         ("tests/tasks/test_joint_objective.py::test_a_shared_projection_learns_with_the_lm_head",),
+    ),
+    Mutant(
+        "the second word of ancestors left out",
+        "kernels/tree_attention.py",
+        "word = tl.where(at < 64, word0[:, None], word1[:, None])",
+        "word = tl.where(at < 64, word0[:, None], word0[:, None])",
+        (KERNEL,),
+    ),
+    Mutant(
+        "shares merged without their weights",
+        "kernels/tree_attention.py",
+        "share = tl.exp2(lse - pivot)",
+        "share = tl.where(lse > float('-inf'), 1.0, 0.0)",
+        (KERNEL,),
+    ),
+    Mutant(
+        "a path compacted in the first row only",
+        "kernels/compaction.py",
+        "row.to(tl.int64) * stride_r",
+        "0 * row.to(tl.int64) * stride_r",
+        ("tests/kernels/test_tree_attention.py::test_compaction_moves_what_is_defined",),
     ),
     Mutant(
         "a stage key that ignores its config",

@@ -46,6 +46,7 @@ def test_a_length_past_the_cache_reads_nothing_past_it() -> None:
         ({"query": torch.zeros(1, 2, 2, 80)}, "one head size"),
         ({"query": torch.zeros(1, 2, 2, 64, dtype=torch.float16)}, "one dtype"),
         ({"cache": torch.zeros(1, 2, 64, 9).transpose(2, 3)}, "last dimension"),
+        ({"query": torch.zeros(2, 2, 2, 64), "mask": torch.zeros(2, 1, 2, 2, dtype=torch.int64)}, "1 rows for 2"),
         ({"mask": torch.zeros(1, 1, 2, 2)}, "int64"),
         ({"mask": torch.zeros(1, 1, 2, 4, dtype=torch.int64)}, "2 or 3"),
         (
