@@ -224,6 +224,7 @@ def study_recipe(
     root: Root = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 2 in every cell.")] = 20,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the tree that tokens per step are counted with.")] = 16,
+    cells: Annotated[list[str] | None, typer.Option("--cell", help="Only the cell of this name; repeat.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train stage 2 with and without the combined loss, the heads' own learning rate and the start from stage 1's
@@ -235,12 +236,33 @@ def study_recipe(
     from flows.study import study_recipe as run_study
 
     log_to_terminal()
-    found = run_study(load_config(config, overrides or []), root_of(root), steps=steps, nodes=nodes)
+    found = run_study(load_config(config, overrides or []), root_of(root), steps=steps, nodes=nodes, only=cells or [])
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         out.print(Markdown(as_markdown(found)))
         out.print(f"written to {found['directory']}")
+
+
+@app.command("gc")
+def collect_garbage(
+    root: Root = None,
+    days: Annotated[float, typer.Option(min=0, help="Keep what runs of the last so many days made or found.")] = 14,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove them; without it they are only listed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List artifacts that no registered version and no recent run refers to, and remove them if told so."""
+    from flows.cli_registry import open_registry
+    from flows.gc import find_garbage, print_garbage, remove
+
+    found = find_garbage(root_of(root), open_registry(root), days=days)
+    gone = remove(root_of(root), found) if delete else []
+    if as_json:
+        print(
+            json.dumps({"found": [each.as_json() for each in found], "removed": [each.name for each in gone]}, indent=2)
+        )
+    else:
+        print_garbage(found, gone, delete, out)
 
 
 @app.command()

@@ -18,7 +18,7 @@ def registry_list(root: Root = None, as_json: AsJson = False) -> None:
     """List every registered version."""
     from flows.registry_commands import list_versions
 
-    list_versions(_registry(root), out, as_json)
+    list_versions(open_registry(root), out, as_json)
 
 
 @app.command("show")
@@ -26,7 +26,7 @@ def registry_show(reference: str, root: Root = None, as_json: AsJson = False) ->
     """Show one version: its tags, files and figures."""
     from flows.registry_commands import show_version
 
-    show_version(_registry(root), reference, out, as_json)
+    show_version(open_registry(root), reference, out, as_json)
 
 
 @app.command("diff")
@@ -34,13 +34,13 @@ def registry_diff(first: str, second: str, root: Root = None, as_json: AsJson = 
     """Show what differs between two versions in configuration, accuracy, tree and speed."""
     from flows.registry_commands import diff_versions
 
-    diff_versions(_registry(root), first, second, out, as_json)
+    diff_versions(open_registry(root), first, second, out, as_json)
 
 
 @app.command("promote")
 def registry_promote(reference: str, root: Root = None) -> None:
     """Make a version the champion, whatever the gate said."""
-    registry = _registry(root)
+    registry = open_registry(root)
     version = registry.promote(registry.get(reference))
     out.print(f"{version.ref} is the champion of {version.model}")
 
@@ -48,11 +48,12 @@ def registry_promote(reference: str, root: Root = None) -> None:
 @app.command("rollback")
 def registry_rollback(model: str, root: Root = None) -> None:
     """Give the champion back to the version that the present one replaced."""
-    version = _registry(root).rollback(model)
+    version = open_registry(root).rollback(model)
     out.print(f"{version.ref} is the champion of {version.model} again")
 
 
-def _registry(root: Path | None) -> Any:
+def open_registry(root: Path | None) -> Any:
+    """The registry of a root, or the one that the environment names."""
     from infra.registry import Registry
 
     return Registry(root_of(root), os.environ.get("MLFLOW_TRACKING_URI"))

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flows.config import RunConfig
 from flows.stages import Run, stages_of
 from infra.artifacts import Artifact, ArtifactStore, write_json
+from infra.errors import UserError
 from infra.progress import track
 from infra.ray_cluster import Cluster
 from medusa_core.calibration import JointStatistics, walk
@@ -29,16 +30,21 @@ PARTS = ("combined loss", "differential rates", "warm start")
 STUDY, TABLE_FILE = "study.json", "study.md"
 
 
-def study_recipe(config: RunConfig, root: Path, *, steps: int, nodes: int) -> dict[str, Any]:
-    """All cells, each {name, parts, tokens_per_step, kl, perplexity_ratio, greedy_agreement, minutes}, every figure
-    with its 95 % interval; written to `studies/` under the root too. UserError as the stages' own."""
+def study_recipe(config: RunConfig, root: Path, *, steps: int, nodes: int, only: Sequence[str] = ()) -> dict[str, Any]:
+    """All cells, or those named, each {name, parts, tokens_per_step, kl, perplexity_ratio, greedy_agreement, minutes},
+    every figure with its 95 % interval; written to `studies/` under the root too. UserError as the stages' own, and for
+    a name that no cell has."""
     cluster = Cluster(config.placement.ray_address)
     context = Context(ArtifactStore(root), config.placement, cluster)
     base = config.medusa2 or JointConfig()
+    chosen = [cell for cell in _cells(base, steps) if not only or cell[0] in only]
+    if unknown := set(only) - {name for name, _, _ in chosen}:
+        names = ", ".join(name for name, _, _ in _cells(base, steps))
+        raise UserError(f"the study has no cell {sorted(unknown)}; there are: {names}")
     cells: list[dict[str, Any]] = []
     try:
-        with track("study", 9, "cells") as progress:
-            for name, parts, joint in _cells(base, steps):
+        with track("study", len(chosen), "cells") as progress:
+            for name, parts, joint in chosen:
                 start = time.monotonic()
                 results = _until_ranks(config.model_copy(update={"medusa2": joint}), context)
                 cell = {"name": name, "parts": parts, **_measured(results, nodes)}

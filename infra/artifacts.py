@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from infra.errors import ArtifactError
 
@@ -193,11 +193,25 @@ class ArtifactStore:
         return Artifact(final, manifest, cached=False)
 
     @contextmanager
-    def _lock(self, kind: str, key: str) -> Iterator[None]:
+    def try_lock(self, kind: str, key: str) -> Iterator[bool]:
+        """Whether nobody is building this artifact; within the block nobody will."""
+        with self._lock_file(kind, key) as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def _lock_file(self, kind: str, key: str) -> IO[str]:
         path = self.root / "locks" / f"{kind}-{key}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a+")
+
+    @contextmanager
+    def _lock(self, kind: str, key: str) -> Iterator[None]:
         # flock, because the kernel releases it however the holder dies.
-        with open(path, "a+") as handle:
+        with self._lock_file(kind, key) as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

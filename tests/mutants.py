@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,7 +212,9 @@ def copy_repository(source: Path, target: Path) -> None:
             shutil.copy(source / file, target / file)
 
 
-def run_tests(directory: Path, tests: tuple[str, ...], toy_cache: Path) -> subprocess.CompletedProcess[str]:
+def run_tests(
+    directory: Path, tests: tuple[str, ...], toy_cache: Path, timeout: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     """pytest in the copy, with the toy backbone of a cache that all runs share."""
     environment = {
         **os.environ,
@@ -221,7 +224,7 @@ def run_tests(directory: Path, tests: tuple[str, ...], toy_cache: Path) -> subpr
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> str:
@@ -262,7 +265,7 @@ def main() -> int:
     if not chosen:
         parser.error(f"no fault is named {arguments.only!r}; there are: {', '.join(m.name for m in MUTANTS)}")
     if arguments.list:
-        print("\n".join(f"{m.name:38} {m.file}" for m in chosen))
+        print("\n".join(f"{m.name:48} {m.file}" for m in chosen))
         return 0
     with tempfile.TemporaryDirectory(prefix="medusa-mutants-") as name:
         return check(chosen, Path(name))
@@ -274,18 +277,23 @@ def check(chosen: list[Mutant], work: Path) -> int:
     # One copy is the base of all: a file edited meanwhile changes nothing.
     copy_repository(ROOT, whole)
     tests = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
-    result = run_tests(whole, tests, toy_cache)
+    result = run_tests(whole, tests, toy_cache, timeout=4 * TIMEOUT_S)
     if result.returncode != PASSED:
         print(result.stdout + result.stderr)
         print(f"the tests fail without any fault (exit code {result.returncode}): nothing can be learnt from them")
         return 1
-    failed = 0
-    for mutant in chosen:
+
+    def timed(mutant: Mutant) -> tuple[str, float]:
         start = time.monotonic()
-        reason = judge(mutant, work, toy_cache)
-        failed += bool(reason)
-        verdict = f"SURVIVED: {reason}" if reason else "caught"
-        print(f"{mutant.name:38} {mutant.file:28} {time.monotonic() - start:5.1f} s  {verdict}", flush=True)
+        return judge(mutant, work, toy_cache), time.monotonic() - start
+
+    failed = 0
+    # Each runs on one thread.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for mutant, (reason, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):
+            failed += bool(reason)
+            verdict = f"SURVIVED: {reason}" if reason else "caught"
+            print(f"{mutant.name:48} {mutant.file:28} {seconds:5.1f} s  {verdict}", flush=True)
     print(f"{len(chosen) - failed} passed, {failed} failed")
     return 1 if failed else 0
 

@@ -48,18 +48,22 @@ def test_on_the_toy_the_parts_are_worth_what_they_are_for(toy_run: Any, tmp_path
     root = borrow(first, tmp_path, "backbone", "prompts", "distill", "teacher", "heads", "ranks")
     joint = {"lora.rank": 8, "batch_conversations": 4, "learning_rate": "3e-3", "dtype": "float32", "warmup_steps": 1}
     flags = [part for key, value in joint.items() for part in ("--set", f"medusa2.{key}={value}")]
+    names = ("Medusa-1", "Medusa-2", "011", "direct fine-tuning")
     command = ("study", "recipe", "--config", config, "--root", root, "--steps", 8, "--nodes", 6, "--json")
-    done = medusa_here(*command, *flags)
+    done = medusa_here(*command, *(part for name in names for part in ("--cell", name)), *flags)
     assert done.returncode == 0, done.stderr
     study = json.loads(done.stdout)
     assert (Path(study["directory"]) / "study.md").read_text() == as_markdown(study)
     cells = {cell["name"]: cell for cell in study["cells"]}
-    assert len(cells) == 9
-    trained = [cell for cell in study["cells"] if cell["parts"]]
-    held, loose = (
-        [cell["kl"]["value"] for cell in trained if cell["parts"]["combined loss"] is on] for on in (True, False)
-    )
-    # The other parts vary in the same order in both halves.
-    assert all(with_it < without for with_it, without in zip(held, loose, strict=True))
+    assert set(cells) == set(names)
+    assert cells["011"]["parts"] == {"combined loss": False, "differential rates": True, "warm start": True}
+    # All else equal, the combined loss holds the backbone.
+    assert 0 == cells["Medusa-1"]["kl"]["value"] < cells["Medusa-2"]["kl"]["value"] < cells["011"]["kl"]["value"]
     assert cells["Medusa-1"]["tokens_per_step"]["value"] > cells["direct fine-tuning"]["tokens_per_step"]["value"]
-    assert cells["Medusa-2"]["kl"]["value"] > 0 == cells["Medusa-1"]["kl"]["value"]
+
+
+def test_a_cell_that_is_none_is_refused(toy_run: Any, tmp_path: Path) -> None:
+    """Catches an hour of training after a misspelt name."""
+    _, config, _, _ = toy_run
+    done = medusa_here("study", "recipe", "--config", config, "--root", tmp_path, "--cell", "medusa-2")
+    assert done.returncode == 2 and "no cell ['medusa-2']; there are: Medusa-1, Medusa-2, 110" in done.stderr
