@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 
 WORD_BITS = 64
+# A sliding window that no sequence reaches past.
+NO_WINDOW = 1 << 30
 
 
 def words_from_parents(parents: Sequence[int]) -> torch.Tensor:

@@ -33,7 +33,7 @@ def compact(  # type: ignore[no-untyped-def]
     step, lane = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D)
     start = tl.load(start_ptr + row)
     node = tl.load(path_ptr + row * stride_p + step, mask=step < length, other=0)
-    base = cache_ptr + layer.to(tl.int64) * stride_l + row.to(tl.int64) * stride_r + head * stride_h
+    base = cache_ptr + layer.to(tl.int64) * stride_l + row.to(tl.int64) * stride_r + head.to(tl.int64) * stride_h
     # The root lies where it belongs.
     mask = ((step > 0) & (step < length))[:, None] & (lane < size)[None, :]
     kept = tl.load(base + (start + node)[:, None] * stride_s + lane[None, :], mask=mask)
@@ -49,9 +49,14 @@ def compact_cache(
     batch, length = path_BA.shape
     if length < 2:
         return
-    for cache in (keys_LRHSD, values_LRHSD):
-        layers, _, heads, _, size = cache.shape
-        compact[(layers * heads, batch)](
-            cache, start_B, path_BA, *cache.stride()[:4], path_BA.stride(0), heads, length, size,
-            triton.next_power_of_2(length), triton.next_power_of_2(size),
-        )  # fmt: skip
+    if keys_LRHSD.stride(-1) != 1 or values_LRHSD.stride(-1) != 1:
+        raise ValueError("the last dimension of a cache must be contiguous")
+    start_B, path_BA = start_B.contiguous(), path_BA.contiguous()
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(keys_LRHSD):
+        for cache in (keys_LRHSD, values_LRHSD):
+            layers, _, heads, _, size = cache.shape
+            compact[(layers * heads, batch)](
+                cache, start_B, path_BA, *cache.stride()[:4], path_BA.stride(0), heads, length, size,
+                triton.next_power_of_2(length), triton.next_power_of_2(size),
+            )  # fmt: skip

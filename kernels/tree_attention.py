@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.ancestor_bits import WORD_BITS, tree_mask
+from kernels.ancestor_bits import NO_WINDOW, WORD_BITS, tree_mask
 from kernels.launch_plan import MERGE_AT_ONCE, Device, LaunchPlan, Shape, plan_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +41,7 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 
 # Sizes that change with trees and caches are no reason to compile anew.
-@triton.jit(do_not_specialize=["nodes", "words", "group", "kv_heads", "slots"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride_mb", "stride_mn", "nodes", "words", "group", "kv_heads", "slots"])  # type: ignore[untyped-decorator]
 def attend(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -219,7 +219,7 @@ def merge(  # type: ignore[no-untyped-def]
         sum_D = sum_D * decay + tl.sum(share[:, None] * part, 0)
         weight = weight * decay + tl.sum(share, 0)
         top = above
-    out = sum_D / weight
+    out = sum_D / tl.where(weight == 0.0, 1.0, weight)
     o_offset = batch * stride_ob + head * stride_oh + node * stride_on + lane
     tl.store(out_ptr + o_offset, out.to(out_ptr.dtype.element_ty), mask=lane < SIZE)
 
@@ -297,21 +297,23 @@ def _launch(
     parts = (plan.splits if plan.splits > 1 else 0, batch, heads, nodes)
     part, lse = (q.new_empty(shape, dtype=torch.float32) for shape in ((*parts, size), parts))
     if config.general and not windowed:
-        # One kernel has both; a window as long as any sequence is none.
-        mask = torch.cat([mask[..., :1], torch.full_like(mask[..., :1], slots + nodes), mask[..., 1:]], -1)
+        # One kernel has both.
+        mask = torch.cat([mask[..., :1], torch.full_like(mask[..., :1], NO_WINDOW), mask[..., 1:]], -1)
     words = mask.shape[-1] - 1 - config.general
-    attend[(plan.splits, kv_heads * plan.row_blocks, batch)](
-        q, k, v, mask, out, part, lse, scale, softcap,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
-        nodes, words, heads // kv_heads, kv_heads, slots,
-        size, config.block_m, config.block_n, config.block_d, config.general, INTERPRETED,
-        num_warps=config.warps, num_stages=config.stages, **_FUSED,
-    )  # fmt: skip
-    if plan.splits > 1:
-        merge[(nodes, heads, batch)](
-            part, lse, out, *out.stride()[:3], heads, nodes, plan.splits, size,
-            MERGE_AT_ONCE, config.block_d, num_warps=4, **_FUSED,
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(q):
+        attend[(plan.splits, kv_heads * plan.row_blocks, batch)](
+            q, k, v, mask, out, part, lse, scale, softcap,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
+            nodes, words, heads // kv_heads, kv_heads, slots,
+            size, config.block_m, config.block_n, config.block_d, config.general, INTERPRETED,
+            num_warps=config.warps, num_stages=config.stages, **_FUSED,
         )  # fmt: skip
+        if plan.splits > 1:
+            merge[(nodes, heads, batch)](
+                part, lse, out, *out.stride()[:3], heads, nodes, plan.splits, size,
+                MERGE_AT_ONCE, config.block_d, num_warps=4, **_FUSED,
+            )  # fmt: skip
 
 
 @functools.lru_cache

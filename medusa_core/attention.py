@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kernels.ancestor_bits import tree_mask
+from kernels.ancestor_bits import NO_WINDOW, tree_mask
 from kernels.launch_plan import SIZES
 from medusa_core.cache import LayerShape
 from medusa_core.errors import UnsupportedByTreeAttention
@@ -149,7 +149,9 @@ def kernel_masks_for(
 ) -> torch.Tensor | dict[str, torch.Tensor]:
     """The same as tree masks, which the kernel reads: a few words a node, whatever the cache's length."""
     words_BNW = words_NW.expand(lengths_B.shape[0], -1, -1)
-    return _by_layer_type(config, lambda window: tree_mask(lengths_B, words_BNW, window))
+    # The kernel for a soft-cap always has a window; given here, no layer has to add one.
+    widest = NO_WINDOW if getattr(config, "attn_logit_softcapping", None) else None
+    return _by_layer_type(config, lambda window: tree_mask(lengths_B, words_BNW, window or widest))
 
 
 def _by_layer_type(config: Any, build: Callable[[int | None], torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:

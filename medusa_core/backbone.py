@@ -21,6 +21,7 @@ from medusa_core.attention import kernel_masks_for, masks_for, share_rotary_tabl
 from medusa_core.cache import LayerShape, TreeCache
 from medusa_core.compiling import CompiledSteps
 from medusa_core.errors import UnsupportedByTreeAttention
+from medusa_core.ops import compact_by_kernel, compact_cache
 from medusa_core.packing import LinearCalls, pack_linears
 from medusa_core.tap import HiddenTap
 from medusa_core.tree import OFF, Tree, chain
@@ -100,7 +101,14 @@ class Backbone:
 
     def open(self, *, rows: int, slots: int) -> TreeCache:
         """A cache for `rows` rows of `slots` tokens, tree included."""
-        return TreeCache(self.shapes, rows=rows, slots=slots, dtype=self.model.dtype, device=self.device)
+        return TreeCache(
+            self.shapes,
+            rows=rows,
+            slots=slots,
+            dtype=self.model.dtype,
+            device=self.device,
+            compact=compact_by_kernel if self.kernel else compact_cache,
+        )
 
     def prefill(
         self, cache: TreeCache, first_row: int, prompts: Sequence[Sequence[int]]
@@ -144,7 +152,8 @@ class Backbone:
         """One pass over the nodes of rows 0 .. B-1 after their prefixes, the longest of which has `longest` tokens:
         logits [B, N, V] and hidden states [B, N, D]."""
         rows = len(tokens_BN)
-        if self.steps is None:
+        # What was compiled with the kernel can't take the dense mask of a tree that is too large for it.
+        if self.steps is None or (self.kernel and tree.nodes > MAX_NODES):
             return self._run(cache, *self._placed(cache, start_B, longest, tokens_BN, tree))
         if self.steps.lacks(rows=cache.rows, nodes=tree.nodes):
             self._compile(self.steps, one_row=cache.rows == 1, one_node=tree.nodes == 1)
@@ -218,6 +227,9 @@ def check_tree_support(model: PreTrainedModel, attention: AttentionMode) -> None
         backbone = Backbone(model, pack=False, attention=attention)
     try:
         check_paths(backbone)
+        with _as_unsupported("an accepted path can't be kept"), torch.inference_mode():
+            start_B, path_BA = (torch.tensor(each, device=backbone.device) for each in ([1], [[0, 2]]))
+            backbone.open(rows=1, slots=8).compact(start_B, path_BA)
     finally:
         backbone.close()
 

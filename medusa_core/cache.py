@@ -8,7 +8,7 @@ Legend: L layers, R rows, B rows of the step, N nodes, S slots, H key heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +68,16 @@ class TreeCache(Cache):
     """Cache of `rows` sequences of up to `slots` tokens. `place` says where the next forward's keys go."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], *, rows: int, slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        rows: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        compact: Callable[..., None] = compact_cache,
     ) -> None:
+        self._compact = compact
         self.rows, self.slots = rows, slots
         self.first_row, self.extent, self.fresh = 0, 0, False
         self.start_B = torch.zeros(1, dtype=torch.int64, device=device)
@@ -105,7 +113,7 @@ class TreeCache(Cache):
         Path entries past a row's accepted length may name any node: their slots are free again after this step.
         """
         for keys, values in self.stores:
-            compact_cache(keys, values, start_B, path_BA)
+            self._compact(keys, values, start_B, path_BA)
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copies a row's committed prefix into another row."""

@@ -10,7 +10,6 @@ Legend: L layers, R rows of the cache, B rows of the step, N nodes, S slots, H h
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +144,7 @@ tree_kernel = _define(
 )
 
 
-def _compact_on_gpu(keys: torch.Tensor, values: torch.Tensor, start_B: torch.Tensor, path_BA: torch.Tensor) -> None:
+def _compact_by_kernel(keys: torch.Tensor, values: torch.Tensor, start_B: torch.Tensor, path_BA: torch.Tensor) -> None:
     from kernels import compaction
 
     compaction.compact_cache(keys, values, start_B, path_BA)
@@ -156,8 +155,11 @@ compact_cache = _define(
     reference.compact_cache,
     lambda *arguments: None,
 )
-if importlib.util.find_spec("triton"):
-    _LIBRARY.impl("compact_cache", _compact_on_gpu, "CUDA")
+compact_by_kernel = _define(
+    "compact_by_kernel(Tensor(a!) keys, Tensor(b!) values, Tensor start, Tensor path) -> ()",
+    _compact_by_kernel,
+    lambda *arguments: None,
+)
 
 
 def recording_gradients(*tensors: torch.Tensor) -> bool:

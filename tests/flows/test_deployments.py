@@ -94,7 +94,7 @@ def test_server_worker_deploy_run(toy_run: Any, tmp_path: Path) -> None:
         assert deployed["global_concurrency_limit"]["limit"] == 1
         worker = [PREFECT, "worker", "start", "--pool", "medusa"]
         with running(worker, environment, tmp_path / "worker.log"):
-            parameters = {"config": yaml.safe_load(config.read_text()), "root": str(root)}
+            parameters = {"config": load_config(config).model_dump(mode="json"), "root": str(root)}
             prefect("deployment", "run", "medusa/full-pipeline", "--params", json.dumps(parameters))
 
             def ended() -> str | None:

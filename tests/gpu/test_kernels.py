@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import compaction, reference
 from kernels.ancestor_bits import tree_mask, words_from_parents
 from kernels.tree_attention import attend_under
 from medusa_core import ops
-from medusa_core.engine import MedusaEngine
+from medusa_core.engine import CompileMode, MedusaEngine
 from medusa_core.sampling import SamplingParams
+from medusa_core.tree import cartesian
 from tests.kernels.cases import CASES, Case, check, random_parents
-from tests.medusa_core.chaos import chaotic_config, prompts_of, tiny
+from tests.medusa_core.chaos import chaotic_config, greedy, oracle, prompts_of, tiny
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU; its kernels are interpreted elsewhere"
@@ -76,10 +78,39 @@ def test_the_engine_with_the_kernel_says_what_it_says_without() -> None:
     assert answers["kernel"] == answers["dense"]
 
 
+@pytest.mark.parametrize("compiling", ["off", "on"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees_verified_by_the_kernel_give_plain_greedy_answers(batch: int, compiling: CompileMode) -> None:
+    """Catches kernel, cache, compaction and compiled steps that disagree natively on where a node lies."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    plain = tiny(chaotic_config(head_dim=64), torch.float32)
+    answers = {tuple(prompt): greedy(plain, prompt, 40) for prompt in prompts_of([3, 9, 5, 14])}
+    heads = oracle(plain, answers)
+    for name in ("hidden_XD", "drafts_XKV", "vocab_map_C"):
+        setattr(heads, name, getattr(heads, name).to("cuda"))
+    model = tiny(chaotic_config(head_dim=64), torch.float32).to("cuda")
+    engine = MedusaEngine(model, heads, cartesian([3, 2, 1]), compile=compiling, eos_token_ids=[], attention="kernel")
+    done = engine.generate([list(prompt) for prompt in answers], SamplingParams(34), batch=batch)
+    assert [answer.tokens for answer in done] == [full[:34] for full in answers.values()]
+    assert sum(len(answer.tokens) - 1 for answer in done) > 1.2 * sum(answer.steps for answer in done)
+
+
+def test_compaction_moves_what_is_defined() -> None:
+    """Catches a slot written before another thread has read it, which no interpreter shows."""
+    keys, values = (torch.randn(24, 3, 8, 600, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    right = [keys.clone(), values.clone()]
+    start = torch.tensor([500, 0, 77], device="cuda")
+    path = torch.tensor([[0, 2, 3, 5, 8, 9], [0, 1, 2, 3, 4, 5], [0, 20, 30, 31, 60, 99]], device="cuda")
+    for _ in range(20):
+        compaction.compact_cache(keys, values, start, path)
+        reference.compact_cache(*right, start, path)
+        assert torch.equal(keys, right[0]) and torch.equal(values, right[1])
+
+
 def test_the_benchmark_ends_with_a_table(tmp_path: Path) -> None:
     """Catches a script that fails in the few minutes that somebody has a GPU."""
     command = [sys.executable, "-m", "kernels.bench", "--minutes", "0.2", "--json", str(tmp_path / "bench.json")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "bench.json").read_text())
     assert result["calls"] and all(row["ours_ms"] >= row["floor_ms"] * 0.5 for row in result["calls"])

@@ -13,8 +13,8 @@ from kernels import reference
 from kernels.ancestor_bits import mask_from_words, words_from_parents
 from kernels.tree_attention import tree_attention
 
-# Where torch itself happens to be exact to the last bit.
-ATOL = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# Where torch itself happens to be exact to the last bit; of the largest value.
+ATOL = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def check(case: Case, dtype: torch.dtype, device: str, parents: Sequence[Sequenc
     else:
         keys, values = (random_of(batch, case.kv_heads, slots, case.size) for _ in range(2))
         query = random_of(batch, case.heads, case.nodes, case.size)
+    # Attention that picks few of many keys: else a long prefix's mean would drown the tree, and one wrong tile.
+    query *= 3
     for b, prefix in enumerate(case.prefixes):
         for cache in (keys, values):
             cache[b, :, prefix + case.nodes :] = float("nan")
@@ -91,7 +93,7 @@ def check(case: Case, dtype: torch.dtype, device: str, parents: Sequence[Sequenc
     apart = (out.float() - exact).abs()
     usual = float((_same_dtype(case, query, keys, values, words, exact) - exact).abs().max())
     worst = [int(i) for i in torch.unravel_index(apart.nan_to_num(float("inf")).argmax(), apart.shape)]
-    allowed = 2 * usual + ATOL[dtype]
+    allowed = 2 * usual + ATOL[dtype] * max(1.0, float(exact.abs().max()))
     assert bool((apart <= allowed).all()), f"{case} {dtype}: {float(apart.max())} > {allowed} at [b, h, n, d] = {worst}"
 
 

@@ -129,8 +129,8 @@ class OracleHeads:
     def __call__(self, hidden_BD: torch.Tensor, num_heads: int) -> torch.Tensor:
         """As MedusaHeads.forward: logits [K', B, C] that fall with the rank."""
         drafts_BKV = self.drafts_XKV[torch.cdist(hidden_BD, self.hidden_XD).argmin(-1)][:, :num_heads]
-        logits_BKV = torch.zeros(drafts_BKV.shape, dtype=hidden_BD.dtype)
-        falling_V = -0.7 * torch.arange(VOCAB, dtype=hidden_BD.dtype)
+        logits_BKV = torch.zeros(drafts_BKV.shape, dtype=hidden_BD.dtype, device=hidden_BD.device)
+        falling_V = -0.7 * torch.arange(VOCAB, dtype=hidden_BD.dtype, device=hidden_BD.device)
         return logits_BKV.scatter(-1, drafts_BKV, falling_V.expand(drafts_BKV.shape)).transpose(0, 1)
 
 

@@ -18,8 +18,9 @@ from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
-from tests.medusa_core.chaos import chaotic_config, greedy, oracle, prompts_of, tiny
+from tests.medusa_core.chaos import VOCAB, chaotic_config, greedy, oracle, prompts_of, tiny
 
+pytestmark = pytest.mark.skipif(not kernel.INTERPRETED, reason="interprets kernels; on a GPU tests/gpu runs them")
 TREES = [OFF, chain(3), cartesian([4, 3, 2]), cartesian([70])]
 GEMMA2 = {
     "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "attn_logit_softcapping": 2.0,
@@ -85,16 +86,26 @@ def test_a_prompt_in_pieces_is_a_prompt_at_once(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(whole, pieces, rtol=1e-3, atol=1e-3)
 
 
+@torch.inference_mode()
 def test_a_tree_too_large_for_the_kernel_is_verified_densely() -> None:
-    """Catches a tree of 129 nodes that ends a run."""
+    """Catches a tree of 129 nodes that ends a run, compiled steps included: they were compiled with the kernel."""
     model = model_of("llama")
     use_tree_attention(model)
-    backbone = Backbone(model, pack=False, attention="kernel")
-    large = Tree.from_choices([(rank,) for rank in range(128)])
-    *_, mask = backbone._placed(
-        backbone.open(rows=1, slots=200), torch.tensor([5]), 5, torch.zeros(1, 129, dtype=torch.int64), large
-    )
-    assert isinstance(mask, torch.Tensor) and mask.dtype == torch.float32
+    large, logits = Tree.from_choices([(rank,) for rank in range(130)]), {}
+    tokens = torch.arange(large.nodes)[None] % VOCAB
+    for attention in ("kernel", "dense"):
+        backbone = Backbone(model, pack=False, attention=attention)  # type: ignore[arg-type]
+        if attention == "kernel":
+
+            def steps(*arguments: object) -> None:
+                raise AssertionError("a compiled step with the kernel was given a dense mask")
+
+            backbone.steps = steps  # type: ignore[assignment]
+        cache = backbone.open(rows=1, slots=200)
+        backbone.prefill(cache, 0, [[1, 2, 3]])
+        logits[attention], _ = backbone.verify(cache, torch.tensor([3]), 3, tokens, large)
+        backbone.close()
+    torch.testing.assert_close(logits["kernel"], logits["dense"])
 
 
 def test_without_a_gpu_auto_is_dense_and_asking_for_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +134,5 @@ def test_the_operator_can_be_traced() -> None:
     torch.library.opcheck(ops.tree_kernel, arguments, test_utils=("test_schema", "test_faketensor"))
     keys, values = torch.randn(2, 3, 2, 20, 64), torch.randn(2, 3, 2, 20, 64)
     moved = (keys, values, torch.tensor([4, 6]), torch.tensor([[0, 2], [0, 1]]))
-    torch.library.opcheck(ops.compact_cache, moved, test_utils=("test_schema", "test_faketensor"))
+    for operator in (ops.compact_cache, ops.compact_by_kernel):
+        torch.library.opcheck(operator, moved, test_utils=("test_schema", "test_faketensor"))
