@@ -30,25 +30,31 @@ _WARP = 32
 _CUOBJDUMP = Path(triton.backends.nvidia.compiler.__file__).parent / "bin" / "cuobjdump"
 
 
-def jobs(arch: str) -> Iterator[tuple[Any, ...]]:
-    """Everything that the launch plan can choose on an architecture: which function to call, with what."""
+def jobs(arch: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Everything that the launch plan can choose on an architecture: its name, what compiles it, from what."""
     for config in configs(Device.of(arch, processors=1)):
-        yield compile_attend, config, arch
+        yield str(config), compile_attend, (config, arch)
     for dtype in BYTES:
         for size in SIZES:
-            yield compile_merge, dtype, size, arch
+            yield _merge_name(dtype, size), compile_merge, (dtype, size, arch)
 
 
 def compile_all(architectures: Sequence[str], only: str = "", workers: int = 1) -> Iterator[dict[str, Any]]:
     """Rows of the table as they are done, in order."""
-    found = [job for arch in architectures for job in jobs(arch) if only in " ".join(map(str, job[1:]))]
+    found = [
+        (compiler, arguments) for arch in architectures for name, compiler, arguments in jobs(arch) if only in name
+    ]
     with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(_run, found)
+        yield from pool.map(_run, *zip(*found, strict=True))
 
 
-def _run(job: tuple[Any, ...]) -> dict[str, Any]:
-    compiled: dict[str, Any] = job[0](*job[1:])
+def _run(compiler: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    compiled: dict[str, Any] = compiler(*arguments)
     return compiled
+
+
+def _merge_name(dtype: str, size: int) -> str:
+    return f"{dtype} d{size} merge"
 
 
 def compile_attend(config: Config, arch: str) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def compile_merge(dtype: str, size: int, arch: str) -> dict[str, Any]:
     pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": dtype}
     constants = {"SIZE": size, "BLOCK_S": MERGE_AT_ONCE, "BLOCK_D": block_of(size)}
     compiled = _compile(merge, pointers, set(), constants, {"num_warps": 4, "num_stages": 3}, arch)
-    return {"arch": arch, "config": f"{dtype} d{size} merge"} | compiled
+    return {"arch": arch, "config": _merge_name(dtype, size)} | compiled
 
 
 def _compile(
@@ -147,6 +153,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print rows as JSON, not the table of docs/kernels.md")
     flags = parser.parse_args()
+    if not any(flags.only in name for arch in ARCHITECTURES for name, *_ in jobs(arch)):
+        sys.exit(f"no configuration contains {flags.only!r}: see docs/kernels.md")
     rows = list(compile_all(flags.arch or ARCHITECTURES, flags.only, flags.workers))
     print(json.dumps(rows, indent=1) if flags.json else as_markdown(rows))
     bad = [f"{row['arch']} {row['config']}: {problem}" for row in rows for problem in problems(row)]
