@@ -149,7 +149,7 @@ def test_where_only_one_row_compiles_several_run_uncompiled(monkeypatch: pytest.
     """Catches steps of a kind that no subprocess has tried compiled all the same, and a kind that is tried twice."""
     asked: list[bool] = []
 
-    def verdict(model: PreTrainedModel, *, pack: bool, one_row: bool) -> str | None:
+    def verdict(model: PreTrainedModel, *, pack: bool, attention: str, one_row: bool) -> str | None:
         asked.append(one_row)
         return None if one_row else "it aborts"
 
