@@ -1,7 +1,8 @@
 """`medusa gc`: which artifacts nothing refers to any more, and their removal.
 
-Kept is what a registered version came from, what a recent run made or found, and what is being built. Nothing else
-decides: an artifact that goes costs the time to build it again, never a version.
+Kept is what a registered version came from, what a recent run made or found (the store touches an artifact that is
+found again, so a run under way counts too), and what is being built. Nothing else decides: an artifact that goes costs
+the time to build it again, never a version.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Garbage:
 
 
 def find_garbage(root: Path, registry: Registry, *, days: float) -> list[Garbage]:
-    """Artifacts, and what killed stages left, to which no version and no run of the last `days` days refers."""
+    """Artifacts, and what killed stages left, that no version came from and no run of the last `days` days has used."""
     oldest = time.time() - days * _DAY_S
-    kept = {*_of_versions(registry), *_of_runs(root, oldest)}
+    kept = set(_of_versions(registry))
     found = []
     for path in sorted((root / "artifacts").glob("*/*")):
         if not path.is_dir() or path.is_symlink():
@@ -54,7 +55,6 @@ def find_garbage(root: Path, registry: Registry, *, days: float) -> list[Garbage
         key = path.name.partition(".")[0]
         files = [file.lstat() for file in path.rglob("*") if file.is_file()]
         touched = max([path.lstat().st_mtime, *(file.st_mtime for file in files)])
-        # A run that has not ended has no report yet: what it made is recent.
         if (path.parent.name, key) not in kept and touched < oldest:
             found.append(Garbage(path, sum(file.st_size for file in files), touched))
     return found
@@ -82,16 +82,6 @@ def _of_versions(registry: Registry) -> Iterator[tuple[str, str]]:
             lineage: dict[str, Any] = json.loads((registry.download(version) / "lineage.json").read_text())
             # "distill KEY" is a second artifact of a kind.
             yield from ((label.partition(" ")[0], entry["key"]) for label, entry in lineage.items())
-
-
-def _of_runs(root: Path, oldest: float) -> Iterator[tuple[str, str]]:
-    for report in (root / "runs").glob("2*/report.json"):
-        if report.stat().st_mtime < oldest:
-            continue
-        for stage in json.loads(report.read_text()).get("stages", []):
-            for name in stage["artifact"].split():
-                kind, _, key = name.partition("/")
-                yield kind, key
 
 
 def print_garbage(found: list[Garbage], gone: list[Garbage], deleted: bool, out: Console) -> None:

@@ -18,7 +18,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -158,6 +158,9 @@ class ArtifactStore:
         """
         if (found := self.get(kind, key)) is not None:
             log.info("cached %s %s", kind, key)
+            # When it was last of use: clean-up goes by this.
+            with suppress(OSError):
+                os.utime(found.path)
             return found
         final = self.directory(kind, key)
         partial = final.with_name(key + ".partial")

@@ -17,11 +17,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kernels.launch_plan import MAX_NODES
+from kernels.reference import compact_cache
 from medusa_core.attention import kernel_masks_for, masks_for, share_rotary_tables, why_no_kernel
 from medusa_core.cache import LayerShape, TreeCache
 from medusa_core.compiling import CompiledSteps
 from medusa_core.errors import UnsupportedByTreeAttention
-from medusa_core.ops import compact_by_kernel, compact_cache
 from medusa_core.packing import LinearCalls, pack_linears
 from medusa_core.tap import HiddenTap
 from medusa_core.tree import OFF, Tree, chain
@@ -92,6 +92,12 @@ class Backbone:
         if attention == "kernel" and why_not:
             raise UnsupportedByTreeAttention(f"the kernel can't verify its trees: {why_not}")
         self.kernel = why_not is None
+        self._compact = compact_cache
+        if self.kernel:
+            # Imports triton, which need not be installed.
+            from kernels import compaction
+
+            self._compact = compaction.compact_cache
         if pack:
             pack_linears(model, groups)
         # After packing, which replaces the LM head's module.
@@ -107,7 +113,7 @@ class Backbone:
             slots=slots,
             dtype=self.model.dtype,
             device=self.device,
-            compact=compact_by_kernel if self.kernel else compact_cache,
+            compact=self._compact,
         )
 
     def prefill(

@@ -15,8 +15,9 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from kernels.reference import compact_cache
 from medusa_core.errors import InputError
-from medusa_core.ops import compact_cache, write_cache
+from medusa_core.ops import write_cache
 
 
 class LayerShape(NamedTuple):

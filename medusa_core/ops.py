@@ -3,7 +3,7 @@
 Each is opaque to torch.compile for a reason: oneDNN's reordered weights have no layout that a compiler could read; an
 in-place store into the cache would be turned into a copy of the cache per layer; attention over a cache of changing
 extent needs no new graph; and a table that every layer reads is better stored than computed again in each. On a CPU
-`kernels/cpu_ops.cpp` may take the place of the implementations here; on a GPU Triton's kernels verify and compact.
+`kernels/cpu_ops.cpp` may take the place of the implementations here; on a GPU Triton's kernel verifies.
 Knows nothing of trees or models. An operator has no gradient: `recording_gradients` says when to use plain torch.
 Legend: L layers, R rows of the cache, B rows of the step, N nodes, S slots, H heads, D head size, G queries per key.
 """
@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-
-from kernels import reference
 
 _LIBRARY = torch.library.Library("medusa", "DEF")
 
@@ -141,24 +139,6 @@ tree_kernel = _define(
     "tree_kernel(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale, float? softcap) -> Tensor",
     _tree_kernel,
     _like_attention,
-)
-
-
-def _compact_by_kernel(keys: torch.Tensor, values: torch.Tensor, start_B: torch.Tensor, path_BA: torch.Tensor) -> None:
-    from kernels import compaction
-
-    compaction.compact_cache(keys, values, start_B, path_BA)
-
-
-compact_cache = _define(
-    "compact_cache(Tensor(a!) keys, Tensor(b!) values, Tensor start, Tensor path) -> ()",
-    reference.compact_cache,
-    lambda *arguments: None,
-)
-compact_by_kernel = _define(
-    "compact_by_kernel(Tensor(a!) keys, Tensor(b!) values, Tensor start, Tensor path) -> ()",
-    _compact_by_kernel,
-    lambda *arguments: None,
 )
 
 

@@ -183,9 +183,9 @@ def _lossless(
     """
     config = spec["config"]
     threads = max(1, spec["threads"] // 2)
-    base = replace(
-        _contestants(spec, chat, prompts)[0], dtype="float32", threads=threads, engine=EngineConfig(compile="off")
-    )
+    base = _contestants(spec, chat, prompts)[0]
+    uncompiled = base.engine.model_copy(update={"compile": "off"})
+    base = replace(base, dtype="float32", threads=threads, engine=uncompiled)
     pair = [base, _with_tree(base, MEDUSA, spec["heads"], spec["portfolio"])]
     ids = [chat.first(prompt.turns[0]) for prompt in prompts[: config["lossless_prompts"]]]
     # Left-padded batches of similar length keep the reference cheap; it is still transformers' own greedy decoding.

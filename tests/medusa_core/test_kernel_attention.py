@@ -132,7 +132,3 @@ def test_the_operator_can_be_traced() -> None:
     mask = tree_mask(torch.tensor([7, 2]), words)
     arguments = (query, cache, cache.clone(), mask, 0.125, None)
     torch.library.opcheck(ops.tree_kernel, arguments, test_utils=("test_schema", "test_faketensor"))
-    keys, values = torch.randn(2, 3, 2, 20, 64), torch.randn(2, 3, 2, 20, 64)
-    moved = (keys, values, torch.tensor([4, 6]), torch.tensor([[0, 2], [0, 1]]))
-    for operator in (ops.compact_cache, ops.compact_by_kernel):
-        torch.library.opcheck(operator, moved, test_utils=("test_schema", "test_faketensor"))
