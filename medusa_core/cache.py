@@ -113,6 +113,8 @@ class TreeCache(Cache):
 
         Path entries past a row's accepted length may name any node: their slots are free again after this step.
         """
+        if path_BA.shape[1] < 2:
+            return
         for keys, values in self.stores:
             self._compact(keys, values, start_B, path_BA)
 
