@@ -14,6 +14,9 @@ from typing import Any
 from infra.environment import quiet
 from infra.errors import UserError
 
+# Here, not when a process serves: the server that they are forked from imports this module before any other.
+quiet()
+
 
 class FreshProcess:
     """`make(*arguments)` in a process of its own; `call` runs a method there and hands back its result."""
@@ -23,7 +26,7 @@ class FreshProcess:
         self.name = name
         context = mp.get_context("forkserver")
         # Takes effect when the server starts, at the first use; what it lacks later, a child imports itself.
-        context.set_forkserver_preload([make.__module__])
+        context.set_forkserver_preload([__name__, make.__module__])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
@@ -63,7 +66,6 @@ class FreshProcess:
 
 
 def _serve(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    quiet()
     made = None
     # An interrupt reaches the whole process group; the parent is the one that reports it.
     with contextlib.suppress(EOFError, KeyboardInterrupt):
