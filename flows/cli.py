@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import flows  # noqa: F401  (sets the environment before anything reads it)
-from flows import cli_registry
+from flows import cli_registry, cli_study
 from flows.cli_options import (
     AcceptanceRule,
     AsJson,
@@ -48,8 +48,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measurements on prompts of your own.")
 app.add_typer(bench, name="bench")
-study = typer.Typer(no_args_is_help=True, help="Experiments that say what a part is worth.")
-app.add_typer(study, name="study")
+app.add_typer(cli_study.app, name="study")
 app.add_typer(cli_registry.app, name="registry")
 
 _INTERRUPTED = 130
@@ -215,33 +214,6 @@ def bench_train(
         print(json.dumps(report, indent=2))
     else:
         print_training(report, out)
-
-
-@study.command("recipe")
-def study_recipe(
-    config: Annotated[str, typer.Option("--config", help="As of `medusa run`.")] = "smollm2-135m-medusa2",
-    overrides: Overrides = None,
-    root: Root = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of stage 2 in every cell.")] = 20,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the tree that tokens per step are counted with.")] = 16,
-    cells: Annotated[list[str] | None, typer.Option("--cell", help="Only the cell of this name; repeat.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Train stage 2 with and without the combined loss, the heads' own learning rate and the start from stage 1's
-    heads, and print what each cell gives beside stage 1 alone."""
-    from rich.markdown import Markdown
-
-    from flows.config import load_config
-    from flows.study import as_markdown
-    from flows.study import study_recipe as run_study
-
-    log_to_terminal()
-    found = run_study(load_config(config, overrides or []), root_of(root), steps=steps, nodes=nodes, only=cells or [])
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        out.print(Markdown(as_markdown(found)))
-        out.print(f"written to {found['directory']}")
 
 
 @app.command("gc")

@@ -1,98 +1,127 @@
-"""`medusa study recipe`: what each part of stage 2 is worth, by leaving it out (the ablation that the paper lacks).
+"""`medusa study`: trainings side by side over the same text, each an ordinary run up to its ranks.
 
-Eight trainings of one length over the same text, in which the combined loss, the heads' own learning rate and the start
-from stage 1's heads are each on or off, beside stage 1 alone. Every cell is an ordinary run up to its ranks, so what is
-there already is not trained again.
+`recipe` leaves out one part of stage 2 after another (the ablation that the paper lacks); `heads` tries other settings.
+What is there already is not trained again. Knows nothing of how a stage works.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.config import RunConfig
+from flows.config import RunConfig, load_config
 from flows.stages import Run, stages_of
 from infra.artifacts import Artifact, ArtifactStore, write_json
 from infra.errors import UserError
 from infra.progress import track
 from infra.ray_cluster import Cluster
-from medusa_core.calibration import JointStatistics, walk
+from medusa_core.calibration import Walk, cross_walk
 from tasks.quality import MEASURES
-from tasks.ranks import TABLE, read_ranks
+from tasks.ranks import TABLE, conversation_names, read_ranks
 from tasks.stage import Context
 from tasks.train_medusa2 import JointConfig
 
 PARTS = ("combined loss", "differential rates", "warm start")
 STUDY, TABLE_FILE = "study.json", "study.md"
+_UNMOVED = {"kl": 0.0, "perplexity_ratio": 1.0, "greedy_agreement": 1.0}
 
 
-def study_recipe(config: RunConfig, root: Path, *, steps: int, nodes: int, only: Sequence[str] = ()) -> dict[str, Any]:
-    """All cells, or those named, each {name, parts, tokens_per_step, kl, perplexity_ratio, greedy_agreement, minutes},
-    every figure with its 95 % interval; written to `studies/` under the root too. UserError as the stages' own, and for
-    a name that no cell has."""
-    cluster = Cluster(config.placement.ray_address)
-    context = Context(ArtifactStore(root), config.placement, cluster)
+@dataclass(frozen=True)
+class Cell:
+    """One training of a study; `parts` says what is on and off in it, where the study is about that."""
+
+    name: str
+    config: RunConfig
+    parts: Mapping[str, bool] | None = None
+
+
+def recipe_cells(
+    config: RunConfig, *, steps: int, evaluated_answers: int | None = None, only: Sequence[str] = ()
+) -> list[Cell]:
+    """Stage 1 alone, then stage 2 for `steps` steps with every combination of PARTS, or those cells that are named:
+    UserError for a name that no cell has."""
     base = config.medusa2 or JointConfig()
-    chosen = [cell for cell in _cells(base, steps) if not only or cell[0] in only]
-    if unknown := set(only) - {name for name, _, _ in chosen}:
-        names = ", ".join(name for name, _, _ in _cells(base, steps))
-        raise UserError(f"the study has no cell {sorted(unknown)}; there are: {names}")
-    cells: list[dict[str, Any]] = []
-    try:
-        with track("study", len(chosen), "cells") as progress:
-            for name, parts, joint in chosen:
-                start = time.monotonic()
-                results = _until_ranks(config.model_copy(update={"medusa2": joint}), context)
-                cell = {"name": name, "parts": parts, **_measured(results, nodes)}
-                cells.append(cell | {"minutes": (time.monotonic() - start) / 60})
-                progress.advance(1, name)
-    finally:
-        cluster.stop()
-    study = {
-        "schema": "medusa.study/1",
-        "steps": steps,
-        "nodes": nodes,
-        "medusa2": base.model_dump(mode="json"),
-        "cells": cells,
-    }
-    folder = root / "studies" / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True)
-    write_json(folder / STUDY, study)
-    (folder / TABLE_FILE).write_text(as_markdown(study))
-    return study | {"directory": str(folder)}
-
-
-def as_markdown(study: Mapping[str, Any]) -> str:
-    """The cells as a table."""
-    lines = [
-        f"| | {' | '.join(PARTS)} | tokens per step, {study['nodes']} nodes | KL per token | perplexity ratio "
-        "| agreement |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for cell in study["cells"]:
-        marks = ["" if cell["parts"] is None else "yes" if cell["parts"][part] else "no" for part in PARTS]
-        figures = [_figure(cell["tokens_per_step"], 3), *(_figure(cell[name], 4) for name in MEASURES)]
-        lines.append(f"| {cell['name']} | {' | '.join([*marks, *figures])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cells(base: JointConfig, steps: int) -> list[tuple[str, dict[str, bool] | None, JointConfig | None]]:
-    cells: list[tuple[str, dict[str, bool] | None, JointConfig | None]] = [("Medusa-1", None, None)]
+    cells = [Cell("Medusa-1", config.model_copy(update={"medusa2": None}))]
     for on in itertools.product((True, False), repeat=len(PARTS)):
         combined, differential, warm = on
-        changes: dict[str, Any] = {"max_steps": steps, "warm_start": warm}
+        changes: dict[str, Any] = {"max_steps": steps, "warm_start": warm, "evaluated_answers": evaluated_answers}
         changes["heads_rate"] = base.heads_rate if differential else 1.0
         if not combined:
             changes |= {"lm_weight": 0.0, "lambda0": 1.0, "rise": "constant", "backbone_first": 0.0}
         name = (
             "Medusa-2" if all(on) else "direct fine-tuning" if not any(on) else "".join(str(int(part)) for part in on)
         )
-        cells.append((name, dict(zip(PARTS, on, strict=True)), base.model_copy(update=changes)))
-    return cells
+        joint = base.model_copy(update=changes)
+        cells.append(Cell(name, config.model_copy(update={"medusa2": joint}), dict(zip(PARTS, on, strict=True))))
+    if unknown := set(only) - {cell.name for cell in cells}:
+        names = ", ".join(cell.name for cell in cells)
+        raise UserError(f"the study has no cell {sorted(unknown)}; there are: {names}")
+    return [cell for cell in cells if not only or cell.name in only]
+
+
+def heads_cells(config: str | Path | None, overrides: Sequence[str], variants: Sequence[str]) -> list[Cell]:
+    """The configuration, and for every variant (`key=value key=value`) the configuration with that changed. UserError
+    for a setting that is none."""
+    changed = [(variant, [*overrides, *shlex.split(variant)]) for variant in variants]
+    return [Cell(name, load_config(config, settings)) for name, settings in [("as configured", overrides), *changed]]
+
+
+def run_study(cells: Sequence[Cell], root: Path, *, nodes: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains and measures every cell, {name, parts, tokens_per_step, vs_first, kl, perplexity_ratio, greedy_agreement,
+    top1, loss, minutes}, each figure with its 95 % interval; written to `studies/` under the root after every one.
+
+    Tokens per step are those of the best tree of `nodes` nodes. `settings` is noted too. UserError as the stages'.
+    """
+    folder = root / "studies" / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True)
+    study: dict[str, Any] = {"schema": "medusa.study/2", "nodes": nodes, **settings, "cells": []}
+    placement = cells[0].config.placement
+    cluster = Cluster(placement.ray_address)
+    context = Context(ArtifactStore(root), placement, cluster)
+    first: tuple[list[str], Walk] | None = None
+    try:
+        with track("study", len(cells), "cells") as progress:
+            for cell in cells:
+                start = time.monotonic()
+                results = _until_ranks(cell.config, context)
+                walked = _walked(results["ranks"], nodes)
+                first = first or walked
+                parts = None if cell.parts is None else dict(cell.parts)
+                measured = {"name": cell.name, "parts": parts, **_tokens_per_step(walked, first), **_training(results)}
+                study["cells"].append(measured | {"minutes": (time.monotonic() - start) / 60})
+                write_json(folder / STUDY, study)
+                (folder / TABLE_FILE).write_text(as_markdown(study))
+                progress.advance(1, cell.name)
+    finally:
+        cluster.stop()
+    return study | {"directory": str(folder)}
+
+
+def as_markdown(study: Mapping[str, Any]) -> str:
+    """The cells as a table: of the parts and of how far the backbone moved, where that is what was studied."""
+    ablation = any(cell["parts"] for cell in study["cells"])
+    columns = [f"tokens per step, {study['nodes']} nodes", "times the first"]
+    columns += ["KL per token", "perplexity ratio", "agreement"] if ablation else ["loss", "top-1", "minutes"]
+    header = ["", *(PARTS if ablation else ()), *columns]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for cell in study["cells"]:
+        row = [cell["name"]]
+        if ablation:
+            row += ["" if cell["parts"] is None else "yes" if cell["parts"][part] else "no" for part in PARTS]
+        row += [_figure(cell["tokens_per_step"], 3), _figure(cell["vs_first"], 3)]
+        if ablation:
+            row += [_figure(cell[name], 4) for name in MEASURES]
+        else:
+            row += [*(" ".join(f"{value:.3f}" for value in cell[name]) for name in ("loss", "top1"))]
+            row += [f"{cell['minutes']:.1f}"]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _until_ranks(config: RunConfig, context: Context) -> dict[str, Artifact]:
@@ -104,22 +133,30 @@ def _until_ranks(config: RunConfig, context: Context) -> dict[str, Artifact]:
     return results
 
 
-def _measured(results: Mapping[str, Artifact], nodes: int) -> dict[str, Any]:
-    """Tokens per step of the best tree of that size, chosen on one half of the conversations and walked on the other;
-    how far the backbone moved."""
-    choose, report = read_ranks(results["ranks"].file(TABLE)).halves()
-    walked = walk(JointStatistics(choose).best_tree(nodes), report)
-    heads = results["heads"]
-    evaluation = json.loads(heads.file("evaluation.json").read_text())["final"]
-    unmoved = {"kl": 0.0, "perplexity_ratio": 1.0, "greedy_agreement": 1.0}
-    quality = evaluation.get("quality") or {
-        name: {"value": value, "ci95": [value, value]} for name, value in unmoved.items()
-    }
+def _walked(ranks: Artifact, nodes: int) -> tuple[list[str], Walk]:
+    """The conversations, and the walk through them."""
+    path = ranks.file(TABLE)
+    return conversation_names(path), cross_walk(read_ranks(path), nodes)
+
+
+def _tokens_per_step(walked: tuple[list[str], Walk], first: tuple[list[str], Walk]) -> dict[str, Any]:
+    """With the ratio to the first cell's, over the conversations that both have."""
+    both = sorted(set(walked[0]) & set(first[0]))
+    own, others = (walk.select([names.index(name) for name in both]) for names, walk in (walked, first))
+    value, interval = own.over(others)
     return {
-        "tokens_per_step": {"value": walked.tokens_per_step, "ci95": list(walked.interval())},
-        **{name: quality[name] for name in MEASURES},
-        "top1": evaluation["top1"],
+        "tokens_per_step": {"value": walked[1].tokens_per_step, "ci95": list(walked[1].interval())},
+        "vs_first": {"value": value, "ci95": list(interval)},
     }
+
+
+def _training(results: Mapping[str, Artifact]) -> dict[str, Any]:
+    """What the training's own evaluation says: heads' losses and accuracy, and how far the backbone moved."""
+    evaluation = json.loads(results["heads"].file("evaluation.json").read_text())["final"]
+    quality = evaluation.get("quality") or {
+        name: {"value": value, "ci95": [value, value]} for name, value in _UNMOVED.items()
+    }
+    return {**{name: quality[name] for name in MEASURES}, "top1": evaluation["top1"], "loss": evaluation["loss"]}
 
 
 def _figure(measured: Mapping[str, Any], digits: int) -> str:

@@ -50,6 +50,8 @@ class Verifier(Protocol):
     device: torch.device
     context_length: int
     steps: CompiledSteps | None
+    # Whether the Triton kernel verifies its trees.
+    kernel: bool
 
     def open(self, *, rows: int, slots: int) -> StepCache: ...
     def prefill(

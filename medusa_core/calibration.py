@@ -8,6 +8,7 @@ Legend: P positions, K heads, W ranks kept (rank W means "W or later"), C conver
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +118,35 @@ class Walk:
         ratios = self.tokens_C[picks].sum(1) / np.maximum(1, self.steps_C[picks].sum(1))
         low, high = np.quantile(ratios, [0.025, 0.975])
         return float(low), float(high)
+
+    def select(self, index_C: Sequence[int]) -> Walk:
+        """The walk through some of the conversations."""
+        return Walk(self.tokens_C[list(index_C)], self.steps_C[list(index_C)])
+
+    def over(self, other: Walk, *, draws: int = 1000, seed: int = 0) -> tuple[float, tuple[float, float]]:
+        """Tokens per step of this walk over those of another through the same conversations, with the 95 % interval
+        of a bootstrap that draws the same conversations for both."""
+        if len(self.steps_C) != len(other.steps_C):
+            raise InputError(
+                f"walks through {len(self.steps_C)} and {len(other.steps_C)} conversations can't be paired"
+            )
+        picks = np.random.default_rng(seed).integers(len(self.steps_C), size=(draws, len(self.steps_C)))
+        own, others = (w.tokens_C[picks].sum(1) / np.maximum(1, w.steps_C[picks].sum(1)) for w in (self, other))
+        low, high = np.quantile(own / others, [0.025, 0.975])
+        return self.tokens_per_step / other.tokens_per_step, (float(low), float(high))
+
+
+def cross_walk(table: RankTable, nodes: int) -> Walk:
+    """Every conversation decoded with the best tree of so many nodes for the half that it is not in: no figure comes
+    from what its tree was chosen on, and every conversation counts."""
+    halves = table.halves()
+    walks = [walk(JointStatistics(other).best_tree(nodes), own) for own, other in (halves, halves[::-1])]
+    count = sum(len(each.steps_C) for each in walks)
+    tokens_C, steps_C = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for start, each in enumerate(walks):
+        # `halves` deals conversations out in turn.
+        tokens_C[start::2], steps_C[start::2] = each.tokens_C, each.steps_C
+    return Walk(tokens_C, steps_C)
 
 
 def walk(tree: Tree, table: RankTable) -> Walk:

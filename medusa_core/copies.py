@@ -52,6 +52,7 @@ class CopyingBackbone:
         self.device: torch.device = model.device
         self.context_length = context_length
         self.steps: CompiledSteps | None = None
+        self.kernel = False
         self.tap = HiddenTap(model)
         self._cache_argument = cache_argument
 

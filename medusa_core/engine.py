@@ -147,8 +147,9 @@ class MedusaEngine:
     def warm_up(self, *, rows: int = 1) -> float:
         """Runs two steps with every kind of tree of the portfolio, which compiles what is to be compiled; seconds."""
         begin = time.perf_counter()
-        trees = {tree.is_off: tree for tree in self.portfolio.trees}
-        for tree in trees.values():
+        # Which kernels are launched depends on the tree's size; all else has two kinds of step.
+        kinds = {tree.nodes if self.backbone.kernel else tree.is_off: tree for tree in self.portfolio.trees}
+        for tree in kinds.values():
             budget = 2 * (tree.depth + 1) + 1
             session = self.session(rows=rows, slots=1 + budget + tree.nodes, tree=tree)
             # End-of-text is kept out, or the answer could be over before a step has run.

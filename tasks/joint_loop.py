@@ -187,7 +187,10 @@ class _Run(RankRun):
     def _evaluate(self, epoch: int) -> None:
         """Heads and backbone on held-out conversations, spread over the ranks; all keep the result."""
         self.engine.eval()
-        conversations = sorted(load_conversations(self.spec["held_out"]), key=lambda c: len(c.input_ids_T))
+        conversations = load_conversations(self.spec["held_out"])
+        if (wanted := self.config["evaluated_answers"]) and wanted < len(conversations):
+            conversations = [conversations[i * len(conversations) // wanted] for i in range(wanted)]
+        conversations.sort(key=lambda c: len(c.input_ids_T))
         groups = [conversations[i : i + _HELD_OUT_ROWS] for i in range(0, len(conversations), _HELD_OUT_ROWS)]
         mine = []
         for first in range(0, len(groups), self.world):

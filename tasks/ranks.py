@@ -95,6 +95,11 @@ def read_ranks(path: Path, temperature: float | None = None) -> RankTable:
     ).select(keep)
 
 
+def conversation_names(path: Path) -> list[str]:
+    """The conversations of a ranks file, in the order of `RankTable`'s numbers."""
+    return sorted(set(pq.read_table(path, columns=["conversation_id"])["conversation_id"].to_pylist()))
+
+
 def _table(
     samples: list[dict[str, object]], sample_P: np.ndarray, position_P: np.ndarray, rank_PK: torch.Tensor
 ) -> pa.Table:

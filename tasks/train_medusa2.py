@@ -69,6 +69,9 @@ class JointConfig(BaseModel):
     gradient_checkpointing: bool = False
     window_positions: int = Field(400_000, ge=1, description="positions held in memory and shuffled together")
     checkpoint_steps: int = Field(100, ge=1)
+    evaluated_answers: int | None = Field(
+        None, ge=1, description="held-out answers, evenly spread, that evaluations go through; all if none is given"
+    )
     seed: int = 0
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from medusa_core.calibration import JointStatistics, RankTable, accepted_lengths, walk
+from medusa_core.calibration import JointStatistics, RankTable, accepted_lengths, cross_walk, walk
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import MedusaHeads
@@ -140,6 +140,28 @@ def test_the_interval_holds_the_estimate_and_repeats() -> None:
     assert (low, high) == walked.interval()
     single = walk(chain(1), table([[0, 0], [2, 2], [0, 2], [-1, -1]]))
     assert single.interval() == (single.tokens_per_step, single.tokens_per_step)
+
+
+def test_a_cross_walk_uses_every_conversation_with_a_tree_that_has_not_seen_it() -> None:
+    """Catches trees judged on what they were chosen on, and conversations that change places between the halves."""
+    # Even conversations are always right at rank 0, odd ones at rank 1: each half's tree is wrong for the other.
+    ranks = [[rank, rank] for rank in (0, 1, 0, 1) for _ in range(4 + rank)]
+    conversation = [number for number, rank in enumerate((0, 1, 0, 1)) for _ in range(4 + rank)]
+    both = cross_walk(table(ranks, conversation=conversation), nodes=2)
+    assert both.tokens_C.tolist() == both.steps_C.tolist() == [3, 4, 3, 4]
+    assert walk(Tree.from_choices([[0]]), table(ranks, conversation=conversation)).steps_C.tolist() == [2, 4, 2, 4]
+
+
+def test_a_ratio_of_walks_is_paired() -> None:
+    """Catches intervals of a ratio drawn apart: a walk over itself has no spread, whatever its conversations are."""
+    one, other = (walk(tree, random_table(3, positions=400)) for tree in (cartesian([2, 2]), chain(1)))
+    assert one.over(one) == (1.0, (1.0, 1.0))
+    value, (low, high) = one.over(other)
+    assert low < value < high and value == one.tokens_per_step / other.tokens_per_step
+    first = one.select([0, 2])
+    assert first.tokens_C.tolist() == [one.tokens_C[0], one.tokens_C[2]]
+    with pytest.raises(InputError, match="2 and 5 conversations"):
+        first.over(other)
 
 
 def test_a_tree_that_the_table_cannot_judge_is_refused() -> None:

@@ -3,6 +3,8 @@ kernel is interpreted, so the models are tiny."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -16,6 +18,7 @@ from medusa_core.attention import use_tree_attention
 from medusa_core.backbone import Backbone
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
+from medusa_core.portfolio import Entry, Portfolio
 from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests.medusa_core.chaos import VOCAB, chaotic_config, greedy, oracle, prompts_of, tiny
@@ -73,6 +76,22 @@ def test_greedy_answers_are_the_models_own() -> None:
         assert answer.tokens == expected[:18]
     assert sum(len(answer.tokens) - 1 for answer in generated) > 1.2 * sum(answer.steps for answer in generated)
     engine.close()
+
+
+def test_warm_up_meets_every_size_of_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a kernel that is first compiled under a request: its tile depends on the number of nodes."""
+    model = model_of("llama")
+    trees = Portfolio(tuple(Entry(1, context, tree) for context, tree in zip((8, 16, 32), TREES[:3], strict=True)))
+    engine = MedusaEngine(model, oracle(model, {(1, 2): [3] * 8}), trees, eos_token_ids=[], attention="kernel")
+    seen = set()
+
+    def recorded(*arguments: Any) -> Any:
+        seen.add(arguments[-1].nodes)
+        return type(engine.backbone).verify(engine.backbone, *arguments)
+
+    monkeypatch.setattr(engine.backbone, "verify", recorded)
+    engine.warm_up()
+    assert seen == {tree.nodes for tree in trees.trees}
 
 
 def test_a_prompt_in_pieces_is_a_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
