@@ -43,7 +43,6 @@ def decode(
         prompts=chosen,
         device=Placement().resolved_device(),
         threads=threads or os.cpu_count() or 1,
-        champion=None,
     )
     report = measure(spec)
     del report["rows"]

@@ -22,9 +22,10 @@ from tasks.distill import DistillConfig
 from tasks.engine import EngineConfig
 from tasks.latency import LatencyConfig
 from tasks.model_checks import QualityConfig
+from tasks.promotion import PublishConfig
 from tasks.prompts import PromptsConfig
-from tasks.publish import PublishConfig
 from tasks.ranks import RanksConfig
+from tasks.retrain import RetrainConfig
 from tasks.stage import Placement
 from tasks.teacher import TeacherConfig
 from tasks.train_medusa1 import TrainConfig
@@ -56,6 +57,7 @@ class RunConfig(BaseModel):
     tree: TreeConfig = Field(default_factory=TreeConfig)
     benchmark: BenchmarkConfig = Field(default_factory=BenchmarkConfig)
     publish: PublishConfig = Field(default_factory=PublishConfig)
+    retrain: RetrainConfig = Field(default_factory=RetrainConfig)
     placement: Placement = Field(default_factory=Placement)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 

@@ -15,15 +15,16 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, dump_config
+from flows.retraining import Retraining, adjusted, decide
 from flows.run_directory import RunDirectory
 from flows.stages import Results, Run, Stage, stages_of
 from infra.artifacts import Artifact, ArtifactStore
 from infra.environment import default_root
 from infra.ray_cluster import Cluster
 from infra.registry import Registry
-from tasks.backbone import as_served, backbone_info
 from tasks.benchmark import read_report
-from tasks.publish import publish, rival_of
+from tasks.publish import publish, serving_of
+from tasks.rivals import Rival, rivals_of
 from tasks.stage import Context
 
 log = logging.getLogger(__name__)
@@ -48,20 +49,35 @@ def medusa(config: RunConfig, root: str | None = None, until: str = "publish") -
 def _run_stages(run: Run, registry: Registry, directory: RunDirectory, until: str) -> dict[str, Any]:
     results: dict[str, Artifact] = {}
     records: list[dict[str, Any]] = []
-    for stage in stages_of(run.config):
+    retraining: Retraining | None = None
+    waiting = list(stages_of(run.config))
+    while waiting:
+        stage = waiting.pop(0)
         if stage.name == "benchmark":
-            model = run.config.publish.model or run.config.name
-            digest = as_served(backbone_info(results["backbone"]).digest, results["backbone"])
-            run = replace(run, champion=rival_of(registry, model, digest, results["heads"], results["tree"]))
+            run = replace(run, rivals=_rivals(run, registry, results, retraining))
         built, record = _stage_task.with_options(name=stage.name)(stage, run, results)
         results |= built
         records.append(record)
         log.info("stage %s: %s", stage.name, "cached" if record["cached"] else f"{record['seconds']:.1f} s")
         if stage.name == until:
-            return directory.finish(_summary(run, results, records))
-    published, record = _publish_task(run, registry, results)
+            return directory.finish(_summary(results, records, retraining))
+        if stage.name == "backbone":
+            retraining, record = _retrain_task(run, registry, results)
+            if retraining is not None:
+                records.append(record)
+                waiting = list(adjusted(tuple(waiting), retraining))
+                if retraining.verdict == "unchanged":
+                    return directory.finish(_summary(results, records, retraining))
+    published, record = _publish_task(run, registry, results, retraining)
     records.append(record)
-    return directory.finish(_summary(run, results, records) | {"registry": published})
+    return directory.finish(_summary(results, records, retraining) | {"registry": published})
+
+
+def _rivals(run: Run, registry: Registry, results: Results, retraining: Retraining | None) -> tuple[Rival, ...]:
+    backbone, model = results["backbone"], run.config.publish.model or run.config.name
+    adopted = None if retraining is None or retraining.adopted is None else retraining.adopted.path / "heads"
+    serving = serving_of(backbone, results.get("original", backbone))
+    return rivals_of(registry, model, serving, results["heads"], results["tree"], adopted)
 
 
 @task(name="stage", cache_policy=NO_CACHE, persist_result=False)
@@ -78,8 +94,25 @@ def _stage_task(stage: Stage, run: Run, results: Results) -> tuple[dict[str, Art
     return built, record
 
 
+@task(name="retrain", cache_policy=NO_CACHE, persist_result=False)
+def _retrain_task(run: Run, registry: Registry, results: Results) -> tuple[Retraining | None, dict[str, Any]]:
+    start = time.monotonic()
+    retraining = decide(run, registry, results["backbone"])
+    made = {} if retraining is None else {**retraining.made, "heads": retraining.adopted}
+    artifacts = [artifact for artifact in made.values() if artifact is not None]
+    return retraining, {
+        "name": "retrain",
+        "seconds": round(time.monotonic() - start, 3),
+        "cached": bool(artifacts) and all(artifact.cached for artifact in artifacts),
+        "artifact": " ".join(f"{artifact.kind}/{artifact.key}" for artifact in artifacts),
+        "counts": {},
+    }
+
+
 @task(name="publish", cache_policy=NO_CACHE, persist_result=False)
-def _publish_task(run: Run, registry: Registry, results: Results) -> tuple[dict[str, Any], dict[str, Any]]:
+def _publish_task(
+    run: Run, registry: Registry, results: Results, retraining: Retraining | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     start = time.monotonic()
     config = run.config
     published = publish(
@@ -88,13 +121,15 @@ def _publish_task(run: Run, registry: Registry, results: Results) -> tuple[dict[
         config.publish,
         model=config.name,
         backbone=results["backbone"],
+        original=results.get("original", results["backbone"]),
         heads=results["heads"],
         ranks=results["ranks"],
         latency=results["latency"],
         tree=results["tree"],
         benchmark=results["benchmark"],
         run_config=config.model_dump(mode="json"),
-        champion=run.champion,
+        rivals=run.rivals,
+        retraining=None if retraining is None else retraining.record,
     )
     entry = {
         "model": published.model,
@@ -107,8 +142,8 @@ def _publish_task(run: Run, registry: Registry, results: Results) -> tuple[dict[
     return entry, {"name": "publish", "seconds": seconds, "cached": False, "artifact": reference, "counts": {}}
 
 
-def _summary(run: Run, results: Results, records: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(results: Results, records: list[dict[str, Any]], retraining: Retraining | None) -> dict[str, Any]:
     """The benchmark's report with the run's stages, or the stages alone if it didn't get that far."""
-    if "benchmark" in results:
-        return read_report(results["benchmark"]) | {"stages": records}
-    return {"schema": "medusa.report/1", "stages": records}
+    report = read_report(results["benchmark"]) if "benchmark" in results else {"schema": "medusa.report/1"}
+    decided = {} if retraining is None else {"retraining": retraining.record}
+    return report | decided | {"stages": records}

@@ -17,6 +17,7 @@ from tasks.latency import latency
 from tasks.model_checks import quality
 from tasks.prompts import collect_prompts
 from tasks.ranks import ranks
+from tasks.rivals import Rival
 from tasks.stage import Context
 from tasks.teacher import teacher
 from tasks.train_medusa1 import train_medusa1
@@ -33,7 +34,7 @@ class Run:
 
     config: RunConfig
     context: Context
-    champion: dict[str, str] | None = None
+    rivals: tuple[Rival, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def _train(run: Run, got: Results) -> Artifact:
         teacher=got["teacher/train"],
         held_out_distill=got["distill/calibration"],
         held_out_teacher=got["teacher/calibration"],
+        initial=got.get("initial"),
     )
 
 
@@ -115,7 +117,7 @@ def _benchmark(run: Run, got: Results) -> Artifact:
         heads=got["heads"],
         tree=got["tree"],
         quality=got.get("quality"),
-        champion=run.champion,
+        rivals=run.rivals,
     )
 
 

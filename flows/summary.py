@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree as Drawing
 
+from tasks.promotion import BEST, CHAMPION
+
 
 def print_summary(report: Mapping[str, Any], out: Console) -> None:
     """What a run did: seconds and counts per stage, then the figures, then where everything lies."""
@@ -67,7 +69,7 @@ def print_report(report: Mapping[str, Any], out: Console) -> None:
     columns = (">tokens/s", ">tokens/step", ">weights", ">first token", ">draft", ">verify", ">accept", ">memory")
     table = _table("engine", *columns, title=_title(report))
     for run in report["runs"]:
-        own = run["engine"] in ("plain", "medusa", "champion")
+        own = run["engine"] in ("plain", "medusa", CHAMPION, BEST)
         parts = [f"{run[name]:.1f} ms" if own else "" for name in ("draft_ms", "verify_ms", "accept_ms")]
         table.add_row(
             run["engine"],
@@ -87,8 +89,10 @@ def print_report(report: Mapping[str, Any], out: Console) -> None:
     for key, label in names.items():
         if key in report["speedup"]:
             out.print(f"{label:50} {_ratio(report['speedup'][key])}")
-    if "champion" in report:
-        out.print(f"{'over ' + report['champion']['version']:50} {_ratio(report['champion']['ratio'])}")
+    for role in (CHAMPION, BEST):
+        if role in report:
+            label = f"over {report[role]['version']}, the {'champion' if role == CHAMPION else 'best so far'}"
+            out.print(f"{label:50} {_ratio(report[role]['ratio'])}")
     out.print(_lossless(report["lossless"]))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from infra.machine import device_name
 from medusa_core.checkpoint import WEIGHTS, read_config
-from tasks.bench_run import CHAMPION, COMPILED, LOOKUP, MEDUSA, PLAIN, REFERENCE, TIE_GAP
+from tasks.bench_run import COMPILED, LOOKUP, MEDUSA, PLAIN, REFERENCE, TIE_GAP
 from tasks.quality import MEASURES
 from tasks.tree import pick_entry, read_portfolio
 
@@ -62,8 +62,8 @@ def build_report(spec: dict[str, Any], measured: dict[str, Any]) -> dict[str, An
         report["speedup"]["plain_vs_transformers_compiled"] = ratio(rows, PLAIN, COMPILED)
     if LOOKUP in names:
         report["speedup"]["vs_transformers_lookup"] = ratio(rows, MEDUSA, LOOKUP)
-    if CHAMPION in names:
-        report["champion"] = {"version": spec["champion"]["version"], "ratio": ratio(rows, MEDUSA, CHAMPION)}
+    for rival in spec["rivals"]:
+        report[rival["role"]] = {"version": rival["version"], "ratio": ratio(rows, MEDUSA, rival["role"])}
     return report
 
 

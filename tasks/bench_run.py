@@ -22,7 +22,7 @@ from tasks.engine import EngineConfig
 from tasks.tree import pick_entry, read_portfolio
 
 TIE_GAP = 1e-4
-REFERENCE, PLAIN, MEDUSA, COMPILED, CHAMPION = "transformers", "plain", "medusa", "transformers-compiled", "champion"
+REFERENCE, PLAIN, MEDUSA, COMPILED = "transformers", "plain", "medusa", "transformers-compiled"
 LOOKUP = "transformers-lookup"
 _REFERENCE_BATCH = 8
 
@@ -84,8 +84,7 @@ def _contestants(spec: dict[str, Any], chat: ChatFormat, prompts: list[BenchProm
     )
     listed = [base, replace(base, name=PLAIN, kind=PLAIN)]
     listed.append(_with_tree(base, MEDUSA, spec["heads"], spec["portfolio"]))
-    if spec["champion"]:
-        listed.append(_with_tree(base, CHAMPION, spec["champion"]["heads"], spec["champion"]["portfolio"]))
+    listed += [_with_tree(base, rival["role"], rival["heads"], rival["portfolio"]) for rival in spec["rivals"]]
     if config["compiled"]:
         listed.append(replace(base, name=COMPILED, kind=COMPILED))
     if config["lookup"]:

@@ -7,6 +7,8 @@ Knows how contestants are compared, not how they work.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from tasks.model_checks import read_checks
 from tasks.prompts import read_split
 from tasks.quality import read_quality
 from tasks.report_html import render_report
+from tasks.rivals import Rival
 from tasks.stage import Context
 
-KIND, STAGE_VERSION = "benchmark", 3
+KIND, STAGE_VERSION = "benchmark", 4
 REPORT, REPORT_HTML, ROWS = "report.json", "report.html", "rows.parquet"
 
 
@@ -56,12 +59,12 @@ def benchmark(
     heads: Artifact,
     tree: Artifact,
     quality: Artifact | None = None,
-    champion: dict[str, str] | None = None,
+    rivals: Sequence[Rival] = (),
 ) -> Artifact:
-    """Benchmarks heads and tree on the benchmark split; `champion` ({version, heads, portfolio}) competes too."""
+    """Benchmarks heads and tree on the benchmark split; `rivals` compete too."""
     placement = context.placement
     semantic = config.model_dump(mode="json") | {
-        "champion": champion and champion["version"],
+        "rivals": {rival.role: rival.version for rival in rivals},
         "engine": engine.model_dump(),
     }
     inputs = {
@@ -85,7 +88,7 @@ def benchmark(
             prompts=chosen,
             device=placement.resolved_device(),
             threads=placement.thread_count,
-            champion=champion,
+            rivals=rivals,
             quality=quality,
         )
         report = measure(spec)
@@ -108,7 +111,7 @@ def bench_spec(
     prompts: list[BenchPrompt],
     device: str,
     threads: int,
-    champion: dict[str, str] | None,
+    rivals: Sequence[Rival] = (),
     quality: Artifact | None = None,
 ) -> dict[str, Any]:
     """Everything `measure` needs. `heads` is a directory that holds `heads/`, `quality` what else a trained backbone
@@ -128,7 +131,7 @@ def bench_spec(
         "prompts_digest": digest_json([[p.prompt_id, list(p.turns)] for p in prompts]),
         "device": device,
         "threads": threads,
-        "champion": champion,
+        "rivals": [asdict(rival) for rival in rivals],
     }
 
 

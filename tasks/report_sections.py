@@ -21,7 +21,7 @@ _AGAINST = {"vs_transformers": "vs transformers generate", "vs_plain": "vs plain
 
 def all_sections(report: Report) -> list[str]:
     """In reading order: result, why, proof, parts, settings."""
-    makers = (_speed, _step, _categories, _lossless, _heads, _tree, _champion, _quality, pipeline, settings)
+    makers = (_speed, _step, _categories, _lossless, _heads, _tree, _rivals, _retraining, _quality, pipeline, settings)
     return [maker(report) for maker in makers]
 
 
@@ -186,16 +186,34 @@ def _curves(tree: Mapping[str, Any], nodes: float | None) -> str:
     )
 
 
-def _champion(report: Report) -> str:
-    champion = part(report, "champion")
-    entry = rates({"vs_plain": champion.get("ratio")})
-    rows = [
-        (f"against {champion.get('version')}", value, low, high)
-        for _, value, low, high in entry
-        if low is not None and high is not None
-    ]
-    lead = "Tokens per second of this version over the present champion's, in the same interleaved run."
-    return section("Against the champion", lead, plots.interval(rows, "against the champion"))
+def _rivals(report: Report) -> str:
+    rows = []
+    for role, words in (("champion", "the champion"), ("best", "the best so far")):
+        rival = part(report, role)
+        rows += [
+            (f"{rival.get('version')}, {words}", value, low, high)
+            for _, value, low, high in rates({"vs_plain": rival.get("ratio")})
+            if low is not None and high is not None
+        ]
+    lead = "Tokens per second of this version over other versions', in the same interleaved run."
+    return section("Against registered versions", lead, plots.interval(rows, "against registered versions"))
+
+
+def _retraining(report: Report) -> str:
+    retraining = part(report, "retraining")
+    measured, limits = part(retraining, "measured"), part(retraining, "limits")
+    if not retraining:
+        return ""
+    rows = [("verdict", text(retraining.get("verdict"))), ("why", text(retraining.get("why")))]
+    labels = (("was", "tokens per step before"), ("now", "on the new backbone"), ("ratio", "ratio"))
+    for name, label in labels:
+        low, high = bounds(part(measured, name).get("ci95"))
+        if low is not None:
+            value = figure(part(measured, name).get("value"), 3)
+            rows.append((label, f"{value} ({figure(low, 3)} to {figure(high, 3)})"))
+    rows += [(f"limit: {name}", text(value)) for name, value in limits.items()]
+    lead = "The backbone is not the one the champion was made for. What was measured about that, and decided."
+    return section("The backbone has changed", lead, facts(rows))
 
 
 def _quality(report: Report) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa_core.checkpoint import save_heads
+from medusa_core.checkpoint import load_heads, save_heads
 from medusa_core.heads import HeadsConfig, MedusaHeads
 from medusa_core.losses import count_labels, head_weights, weighted_loss
 from tasks.backbone import load_model
@@ -44,9 +44,7 @@ def train_loop(spec: dict[str, Any]) -> None:
     """Trains to the end, resuming from the newest checkpoint, and writes heads, curve and evaluation."""
     device, config = prepare_rank(spec), spec["config"]
     backbone = load_model(spec["backbone"], dtype_of(spec["hidden_dtype"]), str(device))
-    vocab_map = None if spec["vocab_map"] is None else torch.tensor(spec["vocab_map"])
-    heads = MedusaHeads.on(backbone, HeadsConfig.model_validate(spec["heads"]), vocab_map)
-    heads = heads.to(device=device, dtype=dtype_of(config["dtype"]))
+    heads = _initial_heads(spec, backbone).to(device=device, dtype=dtype_of(config["dtype"]))
     reader = _Reader(spec, backbone)
     if spec["cached"]:
         del backbone
@@ -65,6 +63,14 @@ def train_loop(spec: dict[str, Any]) -> None:
     )
     _Run(engine, reader, spec, rows=rows, total=total).train()
     torch.distributed.barrier()
+
+
+def _initial_heads(spec: dict[str, Any], backbone: Any) -> MedusaHeads:
+    if spec["initial"]:
+        heads = load_heads(spec["initial"], backbone, backbone_digest=spec["backbone_digest"])
+        return heads.requires_grad_(True).train()
+    vocab_map = None if spec["vocab_map"] is None else torch.tensor(spec["vocab_map"])
+    return MedusaHeads.on(backbone, HeadsConfig.model_validate(spec["heads"]), vocab_map)
 
 
 def total_steps(spec: dict[str, Any]) -> int:

@@ -58,8 +58,10 @@ def train_medusa1(
     teacher: Artifact,
     held_out_distill: Artifact,
     held_out_teacher: Artifact,
+    initial: Artifact | None = None,
 ) -> Artifact:
-    """Trains heads and evaluates them on held-out conversations after every epoch."""
+    """Trains heads and evaluates them on held-out conversations after every epoch. `initial` heads, of this layout and
+    for this backbone, begin the training, and the tokens they know stay theirs."""
     info, device = backbone_info(backbone), context.placement.resolved_device()
     config = config.model_copy(update={"optimizer": optimizer_here(config.optimizer, device)})
     # How often checkpoints are written changes nothing in them.
@@ -74,6 +76,8 @@ def train_medusa1(
         held_out_distill=held_out_distill,
         held_out_teacher=held_out_teacher,
     )
+    if initial is not None:
+        inputs["initial"] = initial.digest("heads")
     key = artifact_key(KIND, STAGE_VERSION, inputs=inputs, config=semantic)
 
     def build(partial: Path) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def train_medusa1(
         if not sum(counts):
             raise UserError("there is nothing to train on: the teacher artifact has no positions")
         vocab_map = None
-        if heads.vocab is not None and heads.vocab < info.vocab_size:
+        if initial is None and heads.vocab is not None and heads.vocab < info.vocab_size:
             vocab_map = frequent_tokens(distill_shards(distill), size=heads.vocab, vocab=info.vocab_size).tolist()
         # Here, and not above: what a configuration needs should not import a trainer.
         from tasks.train_loop import total_steps, train_loop
@@ -99,6 +103,7 @@ def train_medusa1(
             "config": config.model_dump(),
             "heads": heads.model_dump(),
             "vocab_map": vocab_map,
+            "initial": None if initial is None else initial.path / "heads",
             "shards": shards,
             "counts": counts,
             "held_out": pair_shards(distill_shards(held_out_distill), teacher_shards(held_out_teacher)),

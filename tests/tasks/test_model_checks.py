@@ -17,7 +17,7 @@ from infra.errors import UserError
 from tasks.backbone import BackboneConfig, resolve_backbone
 from tasks.judge import Answered, JudgeConfig, grade
 from tasks.model_checks import QualityConfig, TasksConfig, compare_grades, paired, quality, read_checks, run_tasks
-from tasks.publish import PublishConfig, decide
+from tasks.promotion import PublishConfig, decide
 from tasks.report_sections import _quality
 from tasks.stage import Context
 from tests import toys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from pydantic import ValidationError
 from infra.artifacts import Artifact, ArtifactStore
 from infra.errors import UserError
 from infra.registry import Registry
-from tasks.publish import PublishConfig, PublishResult, decide, publish
+from tasks.promotion import BEST, CHAMPION, PublishConfig, decide
+from tasks.publish import PublishResult, publish, recipe_digest, serving_of
+from tasks.rivals import Rival, Serving, best_of, rivals_of
 
 LOSSLESS = {"mismatched_prompts": 0, "tokens": 1900}
 
@@ -26,6 +29,10 @@ def moved(kl: Any = (0.01, 0.02), ratio: Any = (1.0, 1.02), agreement: Any = (0.
 
 def against(value: Any, low: Any, high: Any, version: str = "m/3") -> dict[str, Any]:
     return {"lossless": LOSSLESS, "champion": {"version": version, "ratio": {"value": value, "ci95": [low, high]}}}
+
+
+def best(value: float, low: float, high: float) -> dict[str, Any]:
+    return {"best": {"version": "m/1", "ratio": {"value": value, "ci95": [low, high]}}}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,9 @@ def against(value: Any, low: Any, high: Any, version: str = "m/3") -> dict[str, 
         (against(None, 1.0, 1.1), "m/3", False, "no ratio"),
         (against(float("nan"), 1.0, 1.1), "m/3", False, "no ratio"),
         ({"lossless": LOSSLESS, "champion": {"version": "m/3", "ratio": {"value": 1.2}}}, "m/3", False, "no ratio"),
+        (against(0.99, 0.985, 0.995) | best(1.0, 0.9, 1.1), "m/3", True, "tokens/s of m/3, 95%"),
+        (against(0.99, 0.985, 0.995) | best(0.96, 0.95, 0.97), "m/3", False, "tokens/s of m/1, the best so far"),
+        (against(0.80, 0.75, 0.85) | best(1.2, 1.1, 1.3), "m/3", False, "0.800 times the tokens/s of m/3"),
     ],
 )
 def test_decision(report: dict[str, Any], champion: str | None, promoted: bool, says: str) -> None:
@@ -73,13 +83,24 @@ def test_configuration_that_is_refused(change: dict[str, Any]) -> None:
         PublishConfig(**change)
 
 
+BACKBONE = {
+    "name": "toy", "source": "directory", "revision": None, "digest": "bb", "tokenizer_digest": "tt",
+    "chat_template_digest": "cc", "parameters": 1, "architecture": "LlamaForCausalLM", "vocab_size": 64,
+    "hidden_size": 64, "eos_token_ids": [60], "pad_token_id": 60, "bos_token_id": None, "context_length": 512,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+OTHER = Serving("other weights", "other")
+
+
 class Run:
     """Everything `publish` is given, as small files in a real store."""
 
     def __init__(self, root: Path) -> None:
         self.store = ArtifactStore(root)
         self.registry = Registry(root)
-        self.backbone = self.make("backbone", {"model/model.safetensors": "weights"}, {})
+        self.backbone = self.make_backbone("toy", "bb")
         teacher = self.make("teacher", {"shard-0.parquet": "logits"}, {"backbone": self.backbone.digest()})
         heads_files = {"heads/heads.safetensors": "x", "heads/config.json": "{}", "curve.json": "not published"}
         self.heads = self.make("heads", heads_files, {"teacher": teacher.digest("shard-0.parquet")})
@@ -96,8 +117,14 @@ class Run:
 
         return self.store.produce(kind, f"{kind}-{key}", inputs=inputs, config={}, build=build)
 
+    def make_backbone(self, name: str, digest: str) -> Artifact:
+        info = {**BACKBONE, "name": name, "digest": digest}
+        files = {"model/model.safetensors": "weights", "backbone.json": json.dumps(info)}
+        return self.make("backbone", files, {}, name)
+
     def publish(self, report: dict[str, Any], key: str) -> PublishResult:
         report = {"backbone": {"name": "toy", "digest": "bb"}, **report}
+        roles = [role for role in (CHAMPION, BEST) if role in report]
         files = {"report.json": json.dumps(report), "report.html": "<p>report</p>"}
         return publish(
             self.store,
@@ -105,13 +132,23 @@ class Run:
             PublishConfig(),
             model="toy",
             backbone=self.backbone,
+            original=self.backbone,
             heads=self.heads,
             ranks=self.ranks,
             latency=self.latency,
             tree=self.tree,
             benchmark=self.make("benchmark", files, {"tree": self.tree.digest()}, key),
-            run_config={"heads": {"num_heads": 4}},
+            run_config={"name": "toy", "heads": {"num_heads": 4}},
+            rivals=[Rival(role, report[role]["version"], "", "") for role in roles],
         )
+
+    @property
+    def serving(self) -> Serving:
+        return serving_of(self.backbone, self.backbone)
+
+    def tree_of(self, name: str) -> Artifact:
+        """A candidate of its own: other trees."""
+        return self.make("tree", {"portfolio.json": json.dumps(name)}, {}, name)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +175,71 @@ def test_a_lineage_of_versions(run: Run) -> None:
     assert run.registry.get("toy").version == 1
 
 
+def test_small_losses_add_up_to_a_rival(tmp_path: Path) -> None:
+    """Catches a gate that only looks at the champion: three versions, each 1.5 % slower than the last, are let through,
+    and the fourth has to face the first."""
+    run = Run(tmp_path)
+    run.publish({"lossless": LOSSLESS}, "a")
+    for number, key in enumerate("bc", start=1):
+        assert run.publish(against(0.985, 0.981, 0.99, f"toy/{number}"), key).alias == "champion"
+    versions = run.registry.versions("toy")
+    assert [version.tags["strength"] for version in versions] == ["1.0000", "0.9850", "0.9702"]
+    assert best_of(versions, run.serving) == versions[0] and best_of(versions, OTHER) is None
+    rivals = rivals_of(run.registry, "toy", run.serving, run.heads, run.tree_of("new"))
+    assert [(rival.role, rival.version) for rival in rivals] == [(CHAMPION, "toy/3"), (BEST, "toy/1")]
+    assert all(Path(rival.heads, "config.json").is_file() and Path(rival.portfolio).is_file() for rival in rivals)
+    # One that is faster than ever becomes the best, and is met once.
+    run.publish(against(1.2, 1.1, 1.3, "toy/3") | {"best": {"version": "toy/1", "ratio": ratio_of(1.15)}}, "d")
+    assert [r.version for r in rivals_of(run.registry, "toy", run.serving, run.heads, run.tree_of("new"))] == ["toy/4"]
+
+
+def ratio_of(value: float) -> dict[str, Any]:
+    return {"value": value, "ci95": [value - 0.01, value + 0.01]}
+
+
+def test_what_the_gate_stopped_is_no_rival(tmp_path: Path) -> None:
+    """Catches a version that answered wrongly, and fast, as the one to beat."""
+    run = Run(tmp_path)
+    run.publish({"lossless": LOSSLESS}, "a")
+    wrong = {**against(2.0, 1.9, 2.1, "toy/1"), "lossless": {"mismatched_prompts": 1, "tokens": 9}}
+    assert run.publish(wrong, "b").alias is None
+    assert [r.version for r in rivals_of(run.registry, "toy", run.serving, run.heads, run.tree_of("new"))] == ["toy/1"]
+
+
+def test_a_champion_of_another_backbone_competes_only_with_adopted_heads(tmp_path: Path) -> None:
+    """Catches heads run on a backbone that they were not made for, and a changed backbone that nothing is measured
+    against."""
+    run = Run(tmp_path)
+    run.publish({"lossless": LOSSLESS}, "a")
+    new_tree = run.tree_of("new")
+    assert rivals_of(run.registry, "toy", OTHER, run.heads, new_tree) == ()
+    (rival,) = rivals_of(run.registry, "toy", OTHER, run.heads, new_tree, tmp_path / "adopted")
+    assert (rival.role, rival.version, rival.heads) == (CHAMPION, "toy/1", str(tmp_path / "adopted"))
+
+
+def test_the_same_weights_with_another_tokenizer_are_another_backbone(tmp_path: Path) -> None:
+    """Catches heads compared on answers whose tokens mean something else."""
+    run = Run(tmp_path)
+    run.publish({"lossless": LOSSLESS}, "a")
+    (version,) = run.registry.versions("toy")
+    assert run.serving.is_that_of(version) and not Serving("bb", "another tokenizer").is_that_of(version)
+    older = replace(version, tags={"backbone_digest": "bb"})
+    assert Serving("bb", "whatever").is_that_of(older), "a version from before identities were noted"
+
+
+def test_a_candidate_that_is_registered_keeps_its_rivals(run: Run) -> None:
+    """Catches a finished run that measures itself against itself when it is run again."""
+    rivals = rivals_of(run.registry, "toy", run.serving, run.heads, run.tree)
+    assert [rival.version for rival in rivals] == ["toy/1"]
+
+
+def test_a_recipe_is_what_changes_results() -> None:
+    """Catches a watch that trains again because a run was placed elsewhere, and one that doesn't when heads changed."""
+    config = {"name": "a", "backbone": "x", "heads": {"num_heads": 4}, "placement": {"actors": 1}}
+    assert recipe_digest(config) == recipe_digest({**config, "name": "b", "backbone": "y", "placement": {}})
+    assert recipe_digest(config) != recipe_digest({**config, "heads": {"num_heads": 3}})
+
+
 def test_what_a_version_holds(run: Run) -> None:
     version = run.registry.get("toy/1")
     folder = run.registry.download(version)
@@ -153,7 +255,8 @@ def test_what_a_version_holds(run: Run) -> None:
         "lineage.json",
         "version.json",
     }
-    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"heads": {"num_heads": 4}}
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"name": "toy", "heads": {"num_heads": 4}}
+    assert (json.loads(version.tags["serves"]), version.tags["architecture"]) == (["toy"], "LlamaForCausalLM")
     assert version.tags["backbone_digest"] == "bb"
     assert version.tags["speedup_vs_transformers"] == "1.62"
     assert version.tags["decision"].startswith("promoted")
