@@ -8,15 +8,17 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from flows.versions import backbone_of, find_version, newest_run
+from flows.versions import Served, backbone_of, find_version, newest_run
+from infra.artifacts import ArtifactStore
 from infra.errors import UserError
 from medusa_core.engine import CompileMode
 from tasks.backbone import backbone_info, model_dir
-from tasks.bench_prompts import read_mt_bench
+from tasks.bench_prompts import from_prompts, read_mt_bench
 from tasks.bench_train import TrainBenchConfig, measure_training
 from tasks.benchmark import BenchmarkConfig, bench_spec, measure
 from tasks.distill import shard_paths
 from tasks.engine import EngineConfig
+from tasks.prompts import PromptsConfig, collect_prompts, read_split
 from tasks.stage import Placement, dtype_of
 from tasks.training_data import frequent_tokens
 
@@ -49,6 +51,26 @@ def decode(
     name, _, version = served.reference.rpartition("/")
     if version.isdigit():
         report["registry"] = {"model": name, "version": int(version), "alias": None}
+    return report
+
+
+def measure_version(served: Served, root: Path, *, max_minutes: float) -> dict[str, Any]:
+    """A version measured again as its own run measured it: its prompts, its settings."""
+    config = BenchmarkConfig.model_validate(served.config["benchmark"] | {"max_minutes": max_minutes})
+    prompts = collect_prompts(ArtifactStore(root), PromptsConfig.model_validate(served.config["prompts"]))
+    placement = Placement.model_validate(served.config.get("placement", {}))
+    spec = bench_spec(
+        config,
+        EngineConfig.model_validate(served.config.get("engine", {})),
+        backbone=backbone_of(served, root),
+        heads=served.directory,
+        portfolio=served.portfolio,
+        prompts=from_prompts(read_split(prompts, "benchmark"), max_turns=config.max_turns, limit=config.prompts),
+        device=placement.resolved_device(),
+        threads=placement.thread_count,
+    )
+    report = measure(spec)
+    del report["rows"]
     return report
 
 

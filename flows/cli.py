@@ -238,6 +238,14 @@ def collect_garbage(
 
 
 @app.command()
+def notify(address: str) -> None:
+    """Post to a web address (of Slack's kind) whenever a deployed run fails; asks the Prefect server to do so."""
+    from flows.notify import notify_on_failure
+
+    out.print(notify_on_failure(address), soft_wrap=True)
+
+
+@app.command()
 def calibrate(
     model: Model = "champion",
     root: Root = None,

@@ -14,6 +14,7 @@ from typing import Any
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
+from flows.board import Board, show
 from flows.config import RunConfig, dump_config
 from flows.retraining import Retraining, adjusted, decide
 from flows.run_directory import RunDirectory
@@ -38,12 +39,15 @@ def medusa(config: RunConfig, root: str | None = None, until: str = "publish") -
     registry = Registry(place, config.publish.tracking_uri)
     registry.check()
     cluster = Cluster(config.placement.ray_address)
-    run = Run(config, Context(ArtifactStore(place), config.placement, cluster))
-    with directory.logging():
+    run, board = Run(config, Context(ArtifactStore(place), config.placement, cluster)), Board.of_this_run()
+    with directory.logging(), board.following():
         try:
-            return _run_stages(run, registry, directory, until)
+            cluster.probe(place)
+            report = _run_stages(run, registry, directory, until)
         finally:
             cluster.stop()
+    show(board, report)
+    return report
 
 
 def _run_stages(run: Run, registry: Registry, directory: RunDirectory, until: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from infra.artifacts import ArtifactStore
 from infra.registry import Registry
+from tasks.publish import ARTIFACTS, artifact_names
 
 _DAY_S = 86400
 
@@ -55,7 +56,7 @@ def find_garbage(root: Path, registry: Registry, *, days: float) -> list[Garbage
         key = path.name.partition(".")[0]
         files = [file.lstat() for file in path.rglob("*") if file.is_file()]
         touched = max([path.lstat().st_mtime, *(file.st_mtime for file in files)])
-        if (path.parent.name, key) not in kept and touched < oldest:
+        if f"{path.parent.name}/{key}" not in kept and touched < oldest:
             found.append(Garbage(path, sum(file.st_size for file in files), touched))
     return found
 
@@ -76,12 +77,14 @@ def remove(root: Path, garbage: list[Garbage]) -> list[Garbage]:
     return gone
 
 
-def _of_versions(registry: Registry) -> Iterator[tuple[str, str]]:
+def _of_versions(registry: Registry) -> Iterator[str]:
     for model in registry.models():
         for version in registry.versions(model):
-            lineage: dict[str, Any] = json.loads((registry.download(version) / "lineage.json").read_text())
-            # "distill KEY" is a second artifact of a kind.
-            yield from ((label.partition(" ")[0], entry["key"]) for label, entry in lineage.items())
+            if ARTIFACTS in version.tags:
+                yield from version.tags[ARTIFACTS].split()
+            else:
+                # Registered before there was such a tag: its files have to be fetched.
+                yield from artifact_names(json.loads((registry.download(version) / "lineage.json").read_text()))
 
 
 def print_garbage(found: list[Garbage], gone: list[Garbage], deleted: bool, out: Console) -> None:

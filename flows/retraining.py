@@ -14,7 +14,7 @@ from flows.stages import Build, Results, Run, Stage, stages_of
 from infra.artifacts import Artifact
 from infra.registry import Registry, Version
 from tasks.backbone import backbone_identity, backbone_info
-from tasks.publish import RECIPE, RETRAINING, SERVES, made_for, recipe_digest, served_name, served_names, serving_of
+from tasks.publish import RECIPE, RETRAINING, made_for, met_again, recipe_digest, served_name, served_names, serving_of
 from tasks.ranks import TABLE
 from tasks.retrain import SCHEMA, adopt, compare, judge, why_unfit
 from tasks.rivals import IDENTITY
@@ -63,9 +63,9 @@ def _was_named(backbone: Artifact, version: Version) -> bool:
 
 def _unchanged(registry: Registry, version: Version, backbone: Artifact) -> Retraining:
     """The same weights under another name: the version says so from now on, and nothing runs."""
-    names = [*served_names(version), served_name(backbone)]
-    registry.tag(version, {SERVES: json.dumps(names)})
-    why = f"{names[-1]} has the weights, tokenizer and template that {version.ref} was made for as {names[0]}"
+    registry.tag(version, met_again(version, backbone))
+    name, first = served_name(backbone), (served_names(version) or ["another"])[0]
+    why = f"{name} has the weights, tokenizer and template that {version.ref} was made for as {first}"
     log.info("nothing to do: %s", why)
     return Retraining(_record("unchanged", why, version, backbone), None, {})
 

@@ -23,9 +23,14 @@ _listeners: list[Listener] = []
 _INTERVAL_S = 10.0
 
 
-def add_listener(listener: Listener) -> None:
-    """Registers `listener(label, fraction, text)`, called at most every few seconds and at the end."""
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """While the block runs, calls `listener(label, fraction, text)` every few seconds of some work and at its end."""
     _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from infra.errors import UserError
 log = logging.getLogger(__name__)
 
 _MAX_DEATHS = 3
+_PROBE_SECONDS = 60.0
 # Ray Train on one machine: no node is taken away from under it, nobody reads its metrics, and short runs end at once.
 _LOCAL_TRAIN = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
@@ -51,7 +52,8 @@ class Cluster:
                 ray.init(address=self.address, **common)
             except ConnectionError as error:
                 raise UserError(
-                    f"no Ray cluster answers at {self.address!r} ({error}): start it, or leave the address out"
+                    f"no Ray cluster answers at {self.address!r} ({error}): start it, or leave the address out. One "
+                    "that asks for a token, as `ray start` makes them, wants RAY_AUTH_MODE=token here too"
                 ) from None
             return
         # Workers inherit these. A runtime environment would say it too, but the workers that Ray starts ahead of need
@@ -68,6 +70,36 @@ class Cluster:
             _temp_dir=str(self._scratch),
             **common,
         )
+
+    def probe(self, root: Path) -> None:
+        """UserError that names the nodes of a cluster joined by address which don't see the files under `root`: workers
+        there would fail in the middle of a run, or worse, write to a folder of their own."""
+        if not self.address:
+            return
+        self.start()
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        folder = root / "tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="probe-", suffix=".txt") as file:
+            file.write(file.name)
+            file.flush()
+            nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+            look = ray.remote(num_cpus=0, max_retries=0)(_sees)
+            there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
+            asked = {look.options(scheduling_strategy=at).remote(file.name): node for node, at in there.items()}
+            answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_PROBE_SECONDS)
+            blind = [asked[each] for each in answered if not _got(each)]
+            if blind or silent:
+                named = ", ".join(
+                    [f"{nodes[node]} (doesn't see it)" for node in blind]
+                    + [f"{nodes[asked[each]]} (no answer in {_PROBE_SECONDS:.0f} s)" for each in silent]
+                )
+                raise UserError(
+                    f"not every node of the Ray cluster at {self.address} sees the files under {root}: {named}. Mount "
+                    "the same file system there, at the same path, or give another --root"
+                )
 
     def free(self) -> None:
         """Gives back what idle actors hold, for work that needs the whole cluster."""
@@ -138,6 +170,21 @@ class Cluster:
             self.free()
             self._pool = _Pool(actors, threads, gpus)
         return self._pool
+
+
+def _sees(name: str) -> bool:
+    """Whether this node sees a file with its own name in it."""
+    path = Path(name)
+    return path.is_file() and path.read_text() == name
+
+
+def _got(answer: Any) -> bool:
+    import ray
+
+    try:
+        return bool(ray.get(answer))
+    except ray.exceptions.RayError:
+        return False
 
 
 class _Host:

@@ -40,7 +40,15 @@ from infra.artifacts import (
 )
 from infra.errors import UserError
 from medusa_core.checkpoint import weights_digest
-from tasks.model_sources import check_causal, convert_gguf, download_snapshot, embedded_gguf, in_short, model_files
+from tasks.model_sources import (
+    check_causal,
+    convert_gguf,
+    current_commit,
+    download_snapshot,
+    embedded_gguf,
+    in_short,
+    model_files,
+)
 from tasks.quantization import Quantization, loading_options
 
 STAGE_VERSION = 1
@@ -131,6 +139,28 @@ def resolve_backbone(store: ArtifactStore, config: BackboneConfig) -> Artifact:
         raise
 
 
+def fingerprint(config: BackboneConfig) -> str:
+    """What the files behind a backbone's name are at this moment, without fetching any: a hub's commit, or a digest.
+    UserError as `resolve_backbone`."""
+    if _is_hub_id(config.model):
+        return current_commit(config.model, config.revision)
+    return digest_json(dict(_locate(config).identity))
+
+
+def pinned(config: BackboneConfig, commit: str) -> BackboneConfig:
+    """A hub model at the commit that `fingerprint` gave, so that what is trained is what was seen; anything else as it
+    is."""
+    return config.model_copy(update={"revision": commit}) if _is_hub_id(config.model) else config
+
+
+def fingerprint_of(artifact: Artifact) -> str:
+    """The fingerprint that the artifact's source had when it was made."""
+    info = backbone_info(artifact)
+    if info.source == "hub" and info.revision:
+        return info.revision
+    return digest_json(dict(artifact.manifest["inputs"]))
+
+
 def backbone_info(artifact: Artifact) -> BackboneInfo:
     """The facts about a backbone artifact."""
     return BackboneInfo.model_validate_json(artifact.file("backbone.json").read_text())
@@ -192,6 +222,12 @@ def _said_of(path: Path) -> dict[str, Any]:
     return dict(json.loads(manifest.read_text())["config"]) if manifest.is_file() else {}
 
 
+def _is_hub_id(model: str) -> bool:
+    path = Path(model).expanduser()
+    named = model.startswith(("embedded:", ".")) or model.endswith(".gguf") or path.exists()
+    return not named and _HUB_ID.fullmatch(model) is not None
+
+
 def _locate(config: BackboneConfig) -> _Source:
     """Finds the files a backbone's name stands for, and digests what its key depends on."""
     model = config.model
@@ -206,7 +242,7 @@ def _locate(config: BackboneConfig) -> _Source:
         return _Source(path.stem, "gguf", path, None, {"gguf": digest_file(path)})
     if path.is_dir():
         return _directory_source(path.resolve().name, "directory", path, config.revision, config.trust_remote_code)
-    if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
+    if not _is_hub_id(model):
         raise UserError(
             f"backbone {model!r} is no model directory: give a directory with a config.json, a .gguf file, "
             "a hub id such as NAME/MODEL, or embedded:smollm2-135m"

@@ -122,6 +122,15 @@ def download_snapshot(
     return Path(path), Path(path).name
 
 
+def current_commit(model: str, revision: str | None) -> str:
+    """The commit that a hub model's revision means now; UserError if the hub doesn't say."""
+    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+    commit = _resolve_commit(model, revision, endpoint)
+    if commit is None:
+        raise UserError(f"{endpoint} does not say which commit {model!r} is at: is HF_ENDPOINT right?")
+    return commit
+
+
 def _resolve_commit(model: str, revision: str | None, endpoint: str) -> str | None:
     """The commit a revision means now; None if the hub doesn't answer within seconds."""
     limit_silence()

@@ -19,7 +19,7 @@ import yaml
 from infra.artifacts import Artifact, ArtifactStore, artifact_key, digest_json, load_artifact, write_json
 from infra.errors import ArtifactError, UserError
 from infra.registry import ARTIFACT_KEY, CHAMPION, Registry, Version
-from tasks.backbone import as_served, backbone_identity, backbone_info
+from tasks.backbone import as_served, backbone_identity, backbone_info, fingerprint_of
 from tasks.promotion import PublishConfig, decide, part
 from tasks.quality import QUALITY
 from tasks.rivals import (
@@ -36,9 +36,11 @@ from tasks.rivals import (
 STAGE_VERSION = 2
 
 RETRAINING = "retraining.json"
-# Tags: the names that the backbone was met under; the recipe; what was decided when the backbone had changed; what
-# heads must share with a backbone to be tried on it.
-SERVES, RECIPE, RETRAINED = "serves", "recipe", "retraining"
+# Tags: the names that the backbone was met under, and the fingerprints of the files there, as lists; the recipe; what
+# was decided when the backbone had changed; what heads must share with a backbone to be tried on it.
+SERVES, FINGERPRINTS, RECIPE, RETRAINED = "serves", "fingerprints", "recipe", "retraining"
+# kind/key of everything a version came from: what clean-up has to leave.
+ARTIFACTS = "artifacts"
 _SHARED = ("tokenizer", "architecture")
 _NO_PART_OF_RECIPES = ("backbone", "name", "placement", "plan", "publish")
 
@@ -89,9 +91,11 @@ def publish(
         staged = Path(folder)
         _stage_files(staged, heads=heads, ranks=ranks, latency=latency, tree=tree, benchmark=benchmark)
         (staged / "config.yaml").write_text(yaml.safe_dump(dict(run_config), sort_keys=False, allow_unicode=True))
-        write_json(staged / "lineage.json", lineage(store, inputs))
+        came_from = lineage(store, inputs)
+        write_json(staged / "lineage.json", came_from)
         tags = {ARTIFACT_KEY: key, **serving.tags, **summary_tags(report)}
         tags |= identity_tags(original, run_config) | {CANDIDATE: candidate_digest(heads, tree)}
+        tags[ARTIFACTS] = " ".join(artifact_names(came_from))
         against = {rival.role: rival.version for rival in rivals}
         tags |= {tag: against.get(role, "") for role, tag in MEASURED_AGAINST.items()}
         champion = registry.get(against[CHAMPION]) if CHAMPION in against else None
@@ -129,6 +133,7 @@ def identity_tags(backbone: Artifact, run_config: Mapping[str, Any]) -> dict[str
     return {
         SERVES: json.dumps([served_name(backbone)]),
         RECIPE: recipe_digest(run_config),
+        FINGERPRINTS: json.dumps([fingerprint_of(backbone)]),
         **dict(zip(_SHARED, (info.tokenizer_digest, info.architecture), strict=True)),
     }
 
@@ -149,6 +154,18 @@ def served_names(version: Version) -> list[str]:
     return names
 
 
+def fingerprints(version: Version) -> list[str]:
+    """What the backbone's files were where they were met."""
+    found: list[str] = json.loads(version.tags.get(FINGERPRINTS, "[]"))
+    return found
+
+
+def met_again(version: Version, backbone: Artifact) -> dict[str, str]:
+    """The version's tags after its backbone was met under another name."""
+    names, files = [*served_names(version), served_name(backbone)], [*fingerprints(version), fingerprint_of(backbone)]
+    return {SERVES: json.dumps(list(dict.fromkeys(names))), FINGERPRINTS: json.dumps(list(dict.fromkeys(files)))}
+
+
 def served_name(backbone: Artifact) -> str:
     """What the backbone was called: NAME, or NAME@REVISION."""
     info = backbone_info(backbone)
@@ -158,6 +175,11 @@ def served_name(backbone: Artifact) -> str:
 def recipe_digest(run_config: Mapping[str, Any]) -> str:
     """Of a configuration without the backbone's name and without what changes no result."""
     return digest_json({name: value for name, value in run_config.items() if name not in _NO_PART_OF_RECIPES})
+
+
+def artifact_names(lineage: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """kind/key of what a version came from, by its lineage. A second artifact of a kind is labelled "kind key"."""
+    return [f"{label.partition(' ')[0]}/{entry['key']}" for label, entry in lineage.items()]
 
 
 def summary_tags(report: Mapping[str, Any]) -> dict[str, str]:

@@ -289,5 +289,12 @@ def _down(x: float, y: float, to_y: float) -> str:
     return f'<path d="M{x} {y}V{to_y}" class="edge"/>'
 
 
+def standing_alone(drawing: str, width: int, style: str) -> str:
+    """One of these drawings as a file of its own, `width` pixels wide, with the style sheet of its colours."""
+    inside = drawing.replace('width="100%"', f'width="{width}"', 1)
+    head = '<svg xmlns="http://www.w3.org/2000/svg" style="font-family:sans-serif"'
+    return inside.replace("<svg", head, 1).replace(">", f"><style>{style}</style>", 1)
+
+
 def _svg(name: str, size: str, body: str) -> str:
     return f'<svg role="img" aria-label="{escape(name)}" {size}>{body}</svg>'

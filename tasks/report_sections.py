@@ -25,10 +25,10 @@ def all_sections(report: Report) -> list[str]:
     return [maker(report) for maker in makers]
 
 
-def _speed(report: Report) -> str:
-    chosen, found = chosen_run(report), groups(report)
-    charts = []
-    for title, members in found:
+def speed_plots(report: Report) -> list[tuple[str, str]]:
+    """(title, drawing) of tokens per second for every group of runs that can be compared, the headline's first."""
+    chosen, drawn = chosen_run(report), []
+    for title, members in groups(report):
         rows = [
             Bar(
                 run_label(run),
@@ -38,7 +38,12 @@ def _speed(report: Report) -> str:
             )
             for run in members
         ]
-        charts.append(titled(title, plots.bars(rows, f"tokens per second, {title}")))
+        drawn.append((title, plots.bars(rows, f"tokens per second, {title}")))
+    return drawn
+
+
+def _speed(report: Report) -> str:
+    charts = [titled(title, drawing) for title, drawing in speed_plots(report)]
     measured = [
         (_AGAINST[key], value, low, high)
         for key, value, low, high in rates(part(report, "speedup"))

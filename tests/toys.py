@@ -127,6 +127,17 @@ def toy_directory(cache: Path) -> Path:
     return path
 
 
+def perturbed(source: Path, target: Path, *, noise: float, seed: int = 0) -> None:
+    """Saves a toy's weights with noise of so many standard deviations of each tensor into another model directory."""
+    model = LlamaForCausalLM.from_pretrained(source)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            spread = weight.std() if weight.numel() > 1 else 0.0
+            weight.add_(noise * spread * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(target)
+
+
 def conversations(count: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids [T], loss_mask [T]) of right answers to random prompts."""
     rng = random.Random(seed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import pytest
 import yaml
 
 from flows.config import DEFAULT_RECIPE, load_config, parse_config
+from infra.registry import Registry
 from tests.flows.conftest import borrow
+from tests.toys import perturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).with_name("prefect"))
@@ -28,9 +32,10 @@ def deployments() -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
 
 
-def test_the_deployed_recipe_is_the_default_recipe() -> None:
-    """Catches a deployment that trains something else than the command line, after one of them was changed."""
-    assert parse_config(deployments()["full-pipeline"]["parameters"]["config"]) == load_config(DEFAULT_RECIPE)
+@pytest.mark.parametrize("name", ["full-pipeline", "hourly"])
+def test_the_deployed_recipe_is_the_default_recipe(name: str) -> None:
+    """Catches a deployment that trains, or watches for, something else than the command line."""
+    assert parse_config(deployments()[name]["parameters"]["config"]) == load_config(DEFAULT_RECIPE)
 
 
 @contextmanager
@@ -59,50 +64,117 @@ def until(ready: Any, seconds: float, what: str) -> Any:
     pytest.fail(f"{what} did not come within {seconds:.0f} s")
 
 
-@pytest.mark.long
-def test_server_worker_deploy_run(toy_run: Any, tmp_path: Path) -> None:
-    """Catches a deployment whose parameters the flow doesn't take, whose code the worker can't find, or whose run never
-    ends."""
-    finished, config, _, _ = toy_run
-    kinds = [path.name for path in (finished / "artifacts").iterdir()]
-    root = borrow(finished, tmp_path / "root", *kinds)
+@dataclass
+class Platform:
+    """A server, a worker, and what is deployed there."""
+
+    api: str
+    environment: dict[str, str]
+    logs: Path
+
+    def prefect(self, *arguments: str) -> str:
+        command = [PREFECT, *arguments]
+        done = subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def read(self, path: str, **wanted: Any) -> Any:
+        return httpx.post(f"{self.api}/{path}/filter", json=wanted, timeout=30).json()
+
+    def runs(self, flow: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.read("flow_runs", flows={"name": {"any_": [flow]}}, sort="START_TIME_ASC")
+        return found
+
+    def finished(self, flow: str, count: int, seconds: float = 240) -> dict[str, Any]:
+        """The newest of a flow's runs once so many have ended."""
+
+        def ended() -> list[dict[str, Any]]:
+            done = [run for run in self.runs(flow) if run["state"]["type"] in ("COMPLETED", "FAILED", "CRASHED")]
+            return done if len(done) >= count else []
+
+        runs = until(ended, seconds, f"the end of run {count} of {flow}")
+        last: dict[str, Any] = runs[-1]
+        assert last["state"]["type"] == "COMPLETED", (self.logs / "worker.log").read_text()[-4000:]
+        return last
+
+    def run(self, deployment: str, parameters: dict[str, Any], count: int) -> dict[str, Any]:
+        self.prefect("deployment", "run", deployment, "--params", json.dumps(parameters))
+        return self.finished(deployment.partition("/")[0], count)
+
+
+@pytest.fixture
+def platform(tmp_path: Path) -> Iterator[Platform]:
+    """What docs/operations.md says to type, without the schedules."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     api = f"http://127.0.0.1:{port}/api"
-    environment = {
-        **os.environ,
-        "PREFECT_HOME": str(tmp_path / "prefect"),
-        "PREFECT_API_URL": api,
-        "MEDUSA_CHECKOUT": str(ROOT),
-    }
-
-    def prefect(*arguments: str) -> str:
-        done = subprocess.run([PREFECT, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
+    home = {"PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_API_URL": api, "MEDUSA_CHECKOUT": str(ROOT)}
+    here = Platform(api, {**os.environ, **home}, tmp_path)
     server = [PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with running(server, environment, tmp_path / "server.log"):
+    with running(server, here.environment, tmp_path / "server.log"):
         until(lambda: httpx.get(f"{api}/health").status_code == 200, 120, "the server")
-        prefect("work-pool", "create", "medusa", "--type", "process")
-        prefect("--no-prompt", "deploy", "--all")
-        deployed = httpx.get(f"{api}/deployments/name/medusa/full-pipeline").json()
-        schema = deployed["parameter_openapi_schema"]
-        assert {"config", "root", "until"} == set(schema["properties"])
-        assert {"backbone", "heads", "train", "publish"} <= set(schema["definitions"]["RunConfig"]["properties"])
-        assert deployed["global_concurrency_limit"]["limit"] == 1
+        here.prefect("work-pool", "create", "medusa", "--type", "process")
+        here.prefect("work-queue", "create", "machine", "--pool", "medusa", "--limit", "1")
+        unscheduled = tmp_path / "prefect.yaml"
+        unscheduled.write_text((ROOT / "prefect.yaml").read_text().replace("active: true", "active: false"))
+        here.prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(unscheduled))
         worker = [PREFECT, "worker", "start", "--pool", "medusa"]
-        with running(worker, environment, tmp_path / "worker.log"):
-            parameters = {"config": load_config(config).model_dump(mode="json"), "root": str(root)}
-            prefect("deployment", "run", "medusa/full-pipeline", "--params", json.dumps(parameters))
+        with running(worker, here.environment, tmp_path / "worker.log"):
+            yield here
 
-            def ended() -> str | None:
-                (run,) = httpx.post(f"{api}/flow_runs/filter", json={}).json()
-                return run["state"]["type"] if run["state"]["type"] in ("COMPLETED", "FAILED", "CRASHED") else None
 
-            state = until(ended, 240, "the run's end")
-            assert state == "COMPLETED", (tmp_path / "worker.log").read_text()[-3000:]
+@pytest.mark.long
+def test_a_year_of_a_platform_team(toy_run: Any, toy_dir: Path, platform: Platform, tmp_path: Path) -> None:
+    """Deployed; run; watched without and with a change of the backbone.
+
+    Catches a deployment whose parameters the flow doesn't take or whose code the worker can't find; a run that shows
+    nothing on the server; a watch that sees changes where there are none; and one change that trains twice.
+    """
+    finished, config, _, _ = toy_run
+    kinds = [path.name for path in (finished / "artifacts").iterdir()]
+    root, backbone = borrow(finished, tmp_path / "root", *kinds), tmp_path / toy_dir.name
+    shutil.copytree(toy_dir, backbone)
+    deployed = httpx.get(f"{platform.api}/deployments/name/medusa/full-pipeline").json()
+    schema = deployed["parameter_openapi_schema"]
+    assert {"config", "root", "until"} == set(schema["properties"])
+    assert {"backbone", "heads", "train", "publish"} <= set(schema["definitions"]["RunConfig"]["properties"])
+    assert deployed["global_concurrency_limit"]["limit"] == 1
+    assert (deployed["work_queue_name"], deployed["tags"]) == ("machine", ["medusa"])
+    assert platform.read("work_queues", work_queues={"name": {"any_": ["machine"]}})[0]["concurrency_limit"] == 1
+
+    parameters = {"config": load_config(config, [f"backbone={backbone}"]).model_dump(mode="json"), "root": str(root)}
+    first = platform.run("medusa/full-pipeline", parameters, 1)
     report = json.loads((root / "runs" / "latest" / "report.json").read_text())
     assert report["registry"] == report["registry"] | {"model": "toy", "version": 1, "alias": "champion"}
     assert all(stage["cached"] for stage in report["stages"][:-1])
+    shown = platform.read("artifacts", flow_runs={"id": {"any_": [first["id"]]}})
+    by_key = {artifact["key"]: artifact for artifact in shown}
+    assert {"stages", "speed", "speed-plot", "report", "version"} <= set(by_key)
+    assert by_key["speed-plot"]["type"] == "image" and by_key["speed-plot"]["data"].startswith("data:image/svg+xml")
+    assert len(json.loads(by_key["stages"]["data"])) == len(report["stages"])
+
+    # Nothing has changed.
+    watched = {**parameters, "again_after_hours": 24}
+    platform.run("medusa-watch/hourly", watched, 1)
+    assert not list((root / "watch").glob("*.json")) and len(platform.runs("medusa")) == 1
+
+    # The weights change on disk: seen by two watches, trained for once.
+    perturbed(backbone, backbone, noise=0.1)
+    platform.run("medusa-watch/hourly", watched, 2)
+    platform.run("medusa-watch/hourly", watched, 3)
+    second = platform.finished("medusa", 2)
+    assert second["created_by"]["type"] == "AUTOMATION"
+    assert len(list((root / "watch").glob("*.json"))) == 1
+    progress = platform.read(
+        "artifacts", flow_runs={"id": {"any_": [second["id"]]}}, artifacts={"type": {"any_": ["progress"]}}
+    )
+    assert progress and all(0 <= float(artifact["data"]) <= 100 for artifact in progress)
+    # A third watch, after the version is there, and after everything was deployed again.
+    platform.prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(tmp_path / "prefect.yaml"))
+    platform.run("medusa-watch/hourly", watched, 4)
+    time.sleep(3)
+    assert len(platform.runs("medusa")) == 2
+    versions = Registry(root).versions("toy")
+    assert [version.version for version in versions] == [1, 2]
+    assert versions[1].tags["retraining"] == "keep"

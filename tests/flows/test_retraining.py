@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from infra.registry import Registry
 from tasks.retrain import RetrainConfig, judge
+from tests import toys
 from tests.flows.conftest import borrow, medusa_here
 
 
@@ -44,13 +44,7 @@ def backbone(toy_dir: Path, path: Path, *, noise: float = 0.0, words: str = "w")
     """The toy with noise in its weights (in standard deviations of each tensor), or with its words spelt otherwise."""
     shutil.copytree(toy_dir, path)
     if noise:
-        model = LlamaForCausalLM.from_pretrained(toy_dir)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for weight in model.parameters():
-                spread = weight.std() if weight.numel() > 1 else 0.0
-                weight.add_(noise * spread * torch.randn(weight.shape, generator=generator))
-        model.save_pretrained(path)
+        toys.perturbed(toy_dir, path, noise=noise)
     if words != "w":
         spelt = json.loads((path / "tokenizer.json").read_text())
         vocabulary = spelt["model"]["vocab"]
