@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -56,4 +55,4 @@ def open_registry(root: Path | None) -> Any:
     """The registry of a root, or the one that the environment names."""
     from infra.registry import Registry
 
-    return Registry(root_of(root), os.environ.get("MLFLOW_TRACKING_URI"))
+    return Registry(root_of(root))

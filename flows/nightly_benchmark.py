@@ -54,7 +54,8 @@ def regressions(before: Mapping[str, Any], now: Mapping[str, Any], max_slowdown:
     faults = []
     mismatched = number(part(now, "lossless").get("mismatched_prompts"))
     if mismatched != 0:
-        faults.append(f"{mismatched if mismatched is not None else 'unknown how many'} prompts answered differently")
+        count = "unknown how many" if mismatched is None else f"{mismatched:.0f}"
+        faults.append(f"{count} prompts answered differently")
     for name, words in RATIOS.items():
         was, measured = part(part(before, "speedup"), name), part(part(now, "speedup"), name)
         value, bounds = number(was.get("value")), measured.get("ci95")

@@ -55,7 +55,7 @@ def find_version(reference: str, root: Path) -> Served:
         raise UserError(
             f"--model {reference!r} is no directory: give `champion`, `latest`, NAME/VERSION, or a directory"
         )
-    registry = Registry(root, os.environ.get("MLFLOW_TRACKING_URI"))
+    registry = Registry(root)
     version = registry.get(reference)
     files = registry.download(version)
     config = yaml.safe_load((files / "config.yaml").read_text())

@@ -11,6 +11,7 @@ file that would have to be unpickled is refused on the way in.
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import shutil
 import tempfile
@@ -55,12 +56,13 @@ class Version:
 class Registry:
     """The registry of one root directory, or of an MLflow server.
 
-    `tracking_uri` None: SQLite and a folder under `ROOT/registry`. Every method raises UserError, within ten seconds,
-    for a server that does not answer.
+    `tracking_uri` None: $MLFLOW_TRACKING_URI, or SQLite and a folder under `ROOT/registry`. Every method raises
+    UserError, within ten seconds, for a server that does not answer.
     """
 
     def __init__(self, root: Path, tracking_uri: str | None = None) -> None:
         self.directory = root.resolve() / "registry"
+        tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
         self.is_local = tracking_uri is None
         self.tracking_uri = tracking_uri or f"sqlite:///{self.directory / 'mlflow.db'}"
         self._connected: Any = None

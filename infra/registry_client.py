@@ -29,12 +29,15 @@ _DEFAULTS = {
     "GIT_PYTHON_REFRESH": "quiet",
 }
 _PROBE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": str(int(PROBE_SECONDS)), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+# What a driver calls the seconds that it waits for its server.
+_CONNECT = {"postgresql": {"connect_timeout": int(PROBE_SECONDS)}, "mysql": {"connect_timeout": int(PROBE_SECONDS)}}
 _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def connect(tracking_uri: str) -> Any:
     """An MlflowClient that has answered once; UserError within ten seconds if it doesn't."""
     _probe_port(tracking_uri)
+    _probe_database(tracking_uri)
     os.environ.update(_ALWAYS)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -89,6 +92,25 @@ def _probe_port(uri: str) -> None:
             f"nobody answers at {without_password(uri)} ({error}): start the MLflow server or correct the tracking "
             "URI; without one the local registry is used"
         ) from None
+
+
+def _probe_database(uri: str) -> None:
+    """Connects once to a database that is named by its address: MLflow would try a refused one for two minutes."""
+    scheme = urlsplit(uri).scheme.partition("+")[0]
+    if scheme not in _PORTS or scheme.startswith("http"):
+        return
+    from sqlalchemy import create_engine
+    from sqlalchemy.pool import NullPool
+
+    with explained(uri):
+        try:
+            engine = create_engine(uri, poolclass=NullPool, connect_args=_CONNECT.get(scheme, {}))
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"the registry at {without_password(uri)} needs the package {error.name!r}: "
+                "pip install 'medusa-pipeline[server]'"
+            ) from None
+        engine.connect().close()
 
 
 @contextmanager

@@ -24,7 +24,9 @@ class PublishConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = Field(None, description="registered name; the recipe's name if none is given")
-    tracking_uri: str | None = Field(None, description="MLflow tracking URI; SQLite under the root if none is given")
+    tracking_uri: str | None = Field(
+        None, description="MLflow tracking URI; if none is given $MLFLOW_TRACKING_URI, or SQLite under the root"
+    )
     max_slowdown: float = Field(0.02, ge=0, lt=1, description="share of the champion's tokens/s a candidate may lose")
     max_kl: float = Field(0.1, gt=0, description="nats per token that a trained backbone may lie from its original")
     max_perplexity_ratio: float = Field(1.05, gt=0, description="its perplexity over the original's")

@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import yaml
 
 from flows.config import DEFAULT_RECIPE, load_config, parse_config
 from infra.registry import Registry
-from tests.flows.conftest import borrow
+from tests.flows.conftest import MEDUSA, borrow
 from tests.toys import perturbed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +87,7 @@ class Platform:
         found: list[dict[str, Any]] = self.read("flow_runs", flows={"name": {"any_": [flow]}}, sort="START_TIME_ASC")
         return found
 
-    def finished(self, flow: str, count: int, seconds: float = 240) -> dict[str, Any]:
+    def finished(self, flow: str, count: int, expected: str = "COMPLETED", seconds: float = 240) -> dict[str, Any]:
         """The newest of a flow's runs once so many have ended."""
 
         def ended() -> list[dict[str, Any]]:
@@ -94,12 +96,14 @@ class Platform:
 
         runs = until(ended, seconds, f"the end of run {count} of {flow}")
         last: dict[str, Any] = runs[-1]
-        assert last["state"]["type"] == "COMPLETED", (self.logs / "worker.log").read_text()[-4000:]
+        assert last["state"]["type"] == expected, (self.logs / "worker.log").read_text()[-4000:]
         return last
 
-    def run(self, deployment: str, parameters: dict[str, Any], count: int) -> dict[str, Any]:
+    def run(
+        self, deployment: str, parameters: dict[str, Any], count: int, expected: str = "COMPLETED"
+    ) -> dict[str, Any]:
         self.prefect("deployment", "run", deployment, "--params", json.dumps(parameters))
-        return self.finished(deployment.partition("/")[0], count)
+        return self.finished(deployment.partition("/")[0], count, expected)
 
 
 @pytest.fixture
@@ -178,3 +182,41 @@ def test_a_year_of_a_platform_team(toy_run: Any, toy_dir: Path, platform: Platfo
     versions = Registry(root).versions("toy")
     assert [version.version for version in versions] == [1, 2]
     assert versions[1].tags["retraining"] == "keep"
+
+    # The nightly benchmark, and one with a limit that nothing meets: a failed run, a red artifact, somebody told.
+    told: list[str] = []
+    with listening_to(told) as address:
+        subprocess.run([str(MEDUSA), "notify", address], env=platform.environment, check=True, capture_output=True)
+        nightly = {"model": "champion", "root": str(root), "max_minutes": 0.05}
+        platform.run("medusa-benchmark/nightly", {**nightly, "max_slowdown": 0.9}, 1)
+        assert told == []
+        failed = platform.run("medusa-benchmark/nightly", {**nightly, "max_slowdown": -9}, 2, expected="FAILED")
+        assert "has regressed" in failed["state"]["message"]
+        until(lambda: told, 60, "the notice of the failed run")
+    assert "medusa-benchmark" in told[0] and "has regressed" in told[0] and len(told) == 1
+    shown = platform.read("artifacts", flow_runs={"id": {"any_": [failed["id"]]}})
+    assert "🔴" in next(artifact["data"] for artifact in shown if artifact["key"] == "nightly")
+    assert len(list((root / "nightly" / "toy-2").glob("*.json"))) == 2
+
+
+@contextmanager
+def listening_to(told: list[str]) -> Iterator[str]:
+    """A web address that notes what is posted to it."""
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/hook"
+    finally:
+        server.shutdown()
+        thread.join()

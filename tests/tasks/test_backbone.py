@@ -27,6 +27,8 @@ from tasks.backbone import (
     BackboneConfig,
     backbone_identity,
     backbone_info,
+    fingerprint,
+    fingerprint_of,
     load_model,
     load_tokenizer,
     model_dir,
@@ -296,6 +298,42 @@ def test_hub_model_is_pinned_authorised_and_free_of_pickles_and_code(tmp_path: P
     assert code == 0 and backbone_info(load_artifact(line)) == old and not hub.requests
     code, line, _ = resolve_apart(tmp_path, config, HF_ENDPOINT=f"http://127.0.0.1:{_free_port()}")
     assert code == 0 and backbone_info(load_artifact(line)) == old
+
+
+fingerprint_apart = partial(
+    run_apart,
+    "from types import SimpleNamespace\n"
+    "from tasks.backbone import BackboneConfig as Config, fingerprint, pinned\n"
+    "stage = lambda store, config: SimpleNamespace("
+    "path=fingerprint(config) + ' ' + str(pinned(config, fingerprint(config)).revision))",
+)
+
+
+def test_the_fingerprint_of_a_hub_model_is_its_commit_and_fetches_nothing(tmp_path: Path, hub: Hub, toy: Path) -> None:
+    """Catches a watch that downloads a model every hour, and one that pins a directory to a commit."""
+    config = {"model": "team/toy"}
+    code, found, _ = fingerprint_apart(tmp_path, config, HF_ENDPOINT=hub.url)
+    assert (code, found) == (0, f"{COMMITS['main']} {COMMITS['main']}")
+    assert not [path for path, _ in hub.requests if "resolve" in path]
+    _, older, _ = fingerprint_apart(tmp_path, {"model": "team/toy", "revision": "v1"}, HF_ENDPOINT=hub.url)
+    assert older == f"{COMMITS['v1']} {COMMITS['v1']}"
+    code, refused, _ = fingerprint_apart(tmp_path, {"model": "team/none"}, HF_ENDPOINT=hub.url)
+    assert code == 2 and "team/none" in refused
+    _, local, _ = fingerprint_apart(tmp_path, {"model": str(toy)})
+    assert local.endswith(" None")
+
+
+def test_the_fingerprint_of_a_directory_is_that_of_the_artifact_made_from_it(
+    tmp_path: Path, store: ArtifactStore, toy: Path
+) -> None:
+    """Catches a watch that sees a change where there is none, or none where there is one."""
+    copy = tmp_path / "copy"
+    shutil.copytree(toy, copy)
+    config = BackboneConfig(model=str(copy))
+    before = fingerprint(config)
+    assert fingerprint_of(resolve_backbone(store, config)) == before == fingerprint(BackboneConfig(model=str(toy)))
+    (copy / "tokenizer_config.json").write_text((copy / "tokenizer_config.json").read_text() + " ")
+    assert fingerprint(config) != before
 
 
 def test_hub_refusals(tmp_path: Path, hub: Hub) -> None:
