@@ -41,6 +41,10 @@ class Cluster:
     def start(self) -> None:
         """Starts or joins; UserError if nothing answers at the address."""
         quiet()
+        if not self.address:
+            # Whoever reaches Ray's ports runs code here, and on Linux they listen to the whole network. Named after the
+            # systems where this is the default, and read when Ray is imported.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
         if ray.is_initialized():

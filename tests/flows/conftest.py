@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,21 @@ def borrow(source: Path, root: Path, *kinds: str) -> Path:
     return root
 
 
-def run_medusa(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
+# What a machine's environment holds and nothing that is written may.
+SECRETS = {
+    "HF_TOKEN": "hf_neverToBeSeen1",
+    "AWS_SECRET_ACCESS_KEY": "awsNeverToBeSeen2",
+    "PREFECT_API_KEY": "pnu_Never3",
+}
+
+
+def run_medusa(
+    *arguments: object, timeout: float = 600, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, with more in its environment."""
     command: Sequence[str] = [str(MEDUSA), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    env = {**os.environ, **(environment or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
 
 
 def medusa_here(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -121,7 +133,7 @@ def toy_run(tmp_path_factory: pytest.TempPathFactory, toy_dir: Path) -> tuple[Pa
     """(root, configuration, report, terminal output) of a finished run."""
     directory = tmp_path_factory.mktemp("run")
     config, root = toy_config(directory, toy_dir), directory / "root"
-    done = run_medusa("run", "--config", config, "--root", root)
+    done = run_medusa("run", "--config", config, "--root", root, environment=SECRETS)
     assert done.returncode == 0, done.stderr
     report = json.loads((root / "runs" / "latest" / "report.json").read_text())
     return root, config, report, done.stdout

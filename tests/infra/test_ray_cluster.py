@@ -16,6 +16,7 @@ import pytest
 from infra.errors import UserError
 from infra.ray_cluster import Cluster
 
+ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 pytestmark = pytest.mark.long
 
@@ -63,6 +64,28 @@ def _wait_for(address: str) -> None:
                 return
         time.sleep(0.5)
     pytest.fail(f"no Ray node at {address}")
+
+
+_LISTENING = """
+import psutil
+from infra.ray_cluster import Cluster
+cluster = Cluster(cpus=1)
+cluster.start()
+me = psutil.Process()
+for process in [me, *me.children(recursive=True)]:
+    for socket in process.net_connections("inet"):
+        if socket.status == psutil.CONN_LISTEN:
+            print(process.name(), socket.laddr.ip)
+cluster.stop()
+"""
+
+
+def test_a_cluster_of_ones_own_listens_to_nobody_else() -> None:
+    """Catches ports that the whole network reaches: who does runs code here."""
+    done = subprocess.run([sys.executable, "-c", _LISTENING], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {"gcs_server", "raylet"} <= {name for name, _ in found}, done.stderr
+    assert {address.removeprefix("::ffff:") for _, address in found} == {"127.0.0.1"}, done.stdout
 
 
 def test_a_node_that_does_not_see_the_root_is_named_before_any_work(address: str, root: Path, tmp_path: Path) -> None:
