@@ -17,8 +17,6 @@ from tests.flows.conftest import SECRETS, medusa_here
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "medusa_core", "kernels", "infra")
 SOURCES = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
-    path for name in ("flows", "tasks", "medusa_core", "kernels", "infra") for path in (ROOT / name).rglob("*.py")
-]
 # Files that hold code once they are loaded.
 PICKLED = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy"}
 
@@ -44,9 +42,11 @@ def test_nothing_that_is_kept_is_a_pickle(toy_run: Any) -> None:
 HANDED_TO_A_CHILD = ROOT / "medusa_core" / "compile_probe.py"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path != HANDED_TO_A_CHILD], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_unpickles(path: Path) -> None:
     """Catches an import that can only unpickle, and torch.load without `weights_only`."""
+    if path == HANDED_TO_A_CHILD:
+        pytest.skip("it reads what its own parent wrote for it")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
