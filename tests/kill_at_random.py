@@ -29,7 +29,7 @@ TIMED = ("latency", "tree", "benchmark")
 # By a word of its command line; the driver is the process itself.
 VICTIMS = {
     "driver": None,
-    "worker": re.compile(r"^ray::|RayTrainWorker|default_worker\.py"),
+    "worker": re.compile(r"^ray::(?!\w*Agent)|RayTrainWorker|default_worker\.py"),
     "raylet": re.compile(r"/raylet/raylet"),
     "gcs": re.compile(r"gcs_server"),
     "server": re.compile(r"prefect\.server|uvicorn"),
