@@ -20,6 +20,7 @@ from medusa_core.checkpoint import CONFIG, HeadsFile, read_config
 from tasks.backbone import BackboneConfig, backbone_info, resolve_backbone
 from tasks.ranks import TABLE
 from tasks.tree import read_portfolio
+from tasks.version_files import check_version
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def find_version(reference: str, root: Path) -> Served:
     registry = Registry(root)
     version = registry.get(reference)
     files = registry.download(version)
+    check_version(files)
     config = yaml.safe_load((files / "config.yaml").read_text())
     return Served(version.ref, files, files / "tree" / "portfolio.json", files / "ranks" / TABLE, config)
 

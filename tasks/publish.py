@@ -20,6 +20,7 @@ from infra.artifacts import Artifact, ArtifactStore, artifact_key, digest_json, 
 from infra.errors import ArtifactError, UserError
 from infra.registry import ARTIFACT_KEY, CHAMPION, Registry, Version
 from tasks.backbone import as_served, backbone_identity, backbone_info, fingerprint_of
+from tasks.model_card import MODEL_CARD, model_card
 from tasks.promotion import PublishConfig, decide, part
 from tasks.quality import QUALITY
 from tasks.rivals import (
@@ -32,6 +33,7 @@ from tasks.rivals import (
     candidate_digest,
     strength_after,
 )
+from tasks.version_files import check_version
 
 STAGE_VERSION = 2
 
@@ -93,6 +95,8 @@ def publish(
         (staged / "config.yaml").write_text(yaml.safe_dump(dict(run_config), sort_keys=False, allow_unicode=True))
         came_from = lineage(store, inputs)
         write_json(staged / "lineage.json", came_from)
+        (staged / MODEL_CARD).write_text(model_card(name, report, run_config, came_from))
+        check_version(staged)
         tags = {ARTIFACT_KEY: key, **serving.tags, **summary_tags(report)}
         tags |= identity_tags(original, run_config) | {CANDIDATE: candidate_digest(heads, tree)}
         tags[ARTIFACTS] = " ".join(artifact_names(came_from))

@@ -26,7 +26,7 @@ from tasks.teacher import shard_paths as teacher_shards
 from tasks.training_data import live_hidden, load_positions, pair_shards
 
 KIND, STAGE_VERSION = "ranks", 1
-TABLE, _WIDTH = "ranks.parquet", b"max_rank"
+TABLE, WIDTH = "ranks.parquet", b"max_rank"
 
 
 class RanksConfig(BaseModel):
@@ -69,7 +69,7 @@ def ranks(
                 tables.append(_table(positions.samples, positions.sample_P, positions.position_P, rank_PK.cpu()))
                 progress.advance(1)
         # The file alone travels with a registered version, so it says itself where its ranks stop.
-        table = pa.concat_tables(tables).replace_schema_metadata({_WIDTH: str(config.max_rank)})
+        table = pa.concat_tables(tables).replace_schema_metadata({WIDTH: str(config.max_rank)})
         write_table(partial / TABLE, table)
         return {"positions": table.num_rows, "num_heads": trained.num_heads}
 
@@ -91,7 +91,7 @@ def read_ranks(path: Path, temperature: float | None = None) -> RankTable:
         ranks_PK=np.asarray(table["ranks"].to_pylist(), np.int64),
         conversation_P=conversation_P.astype(np.int64),
         position_P=np.asarray(table["position"].to_pylist(), np.int64),
-        width=int(table.schema.metadata[_WIDTH]),
+        width=int(table.schema.metadata[WIDTH]),
     ).select(keep)
 
 

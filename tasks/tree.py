@@ -106,8 +106,9 @@ def read_portfolio(path: Path) -> dict[str, Any]:
         portfolio: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise UserError(f"{path} is no tree portfolio: {error}") from None
-    if portfolio.get("schema") != "medusa.portfolio/1":
-        raise UserError(f"{path} has schema {portfolio.get('schema')!r}; this version reads 'medusa.portfolio/1'")
+    schema = portfolio.get("schema") if isinstance(portfolio, dict) else None
+    if schema != "medusa.portfolio/1":
+        raise UserError(f"{path} is a portfolio of schema {schema!r}; this version reads 'medusa.portfolio/1'")
     return portfolio
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
+from safetensors.torch import save
 
 from infra.artifacts import Artifact, ArtifactStore
 from infra.errors import UserError
 from infra.registry import Registry
+from medusa_core.checkpoint import HeadsFile
+from medusa_core.heads import HeadsConfig
 from tasks.promotion import BEST, CHAMPION, PublishConfig, decide
 from tasks.publish import PublishResult, publish, recipe_digest, serving_of
 from tasks.rivals import Rival, Serving, best_of, rivals_of
@@ -91,6 +99,17 @@ BACKBONE = {
 }  # fmt: skip
 
 
+LAYOUT = HeadsConfig(num_heads=1, vocab=None)
+HEADS = HeadsFile(heads=LAYOUT, hidden_size=4, vocab_size=8, backbone_name="toy", backbone_digest="bb")
+PORTFOLIO = {"schema": "medusa.portfolio/1", "entries": []}
+
+
+def ranks_file() -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"ranks": [1]}).replace_schema_metadata({b"max_rank": "4"}), file)
+    return file.getvalue()
+
+
 OTHER = Serving("other weights", "other")
 
 
@@ -102,17 +121,24 @@ class Run:
         self.registry = Registry(root)
         self.backbone = self.make_backbone("toy", "bb")
         teacher = self.make("teacher", {"shard-0.parquet": "logits"}, {"backbone": self.backbone.digest()})
-        heads_files = {"heads/heads.safetensors": "x", "heads/config.json": "{}", "curve.json": "not published"}
+        heads_files = {
+            "heads/heads.safetensors": save({"weight": torch.ones(1)}),
+            "heads/config.json": HEADS.model_dump_json(),
+            "curve.json": "not published",
+        }
         self.heads = self.make("heads", heads_files, {"teacher": teacher.digest("shard-0.parquet")})
-        self.ranks = self.make("ranks", {"joint/greedy.parquet": "counts"}, {"heads": self.heads.key})
+        self.ranks = self.make("ranks", {"ranks.parquet": ranks_file()}, {"heads": self.heads.key})
         self.latency = self.make("latency", {"latency.json": "{}"}, {})
-        self.tree = self.make("tree", {"portfolio.json": "{}", "notes.json": "{}"}, {"ranks": self.ranks.digest()})
+        trees = {"portfolio.json": json.dumps(PORTFOLIO), "notes.json": "{}"}
+        self.tree = self.make("tree", trees, {"ranks": self.ranks.digest()})
 
-    def make(self, kind: str, files: dict[str, str], inputs: dict[str, str], key: str = "0123abcd") -> Artifact:
+    def make(
+        self, kind: str, files: Mapping[str, str | bytes], inputs: dict[str, str], key: str = "0123abcd"
+    ) -> Artifact:
         def build(folder: Path) -> dict[str, int]:
-            for name, text in files.items():
+            for name, content in files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_text(text)
+                (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
             return {}
 
         return self.store.produce(kind, f"{kind}-{key}", inputs=inputs, config={}, build=build)
@@ -123,7 +149,7 @@ class Run:
         return self.make("backbone", files, {}, name)
 
     def publish(self, report: dict[str, Any], key: str) -> PublishResult:
-        report = {"backbone": {"name": "toy", "digest": "bb"}, **report}
+        report = {"schema": "medusa.report/1", "backbone": {"name": "toy", "digest": "bb"}, **report}
         roles = [role for role in (CHAMPION, BEST) if role in report]
         files = {"report.json": json.dumps(report), "report.html": "<p>report</p>"}
         return publish(
@@ -148,7 +174,7 @@ class Run:
 
     def tree_of(self, name: str) -> Artifact:
         """A candidate of its own: other trees."""
-        return self.make("tree", {"portfolio.json": json.dumps(name)}, {}, name)
+        return self.make("tree", {"portfolio.json": json.dumps(PORTFOLIO | {"name": name})}, {}, name)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +273,8 @@ def test_what_a_version_holds(run: Run) -> None:
         "heads/heads.safetensors",
         "heads/config.json",
         "tree/portfolio.json",
-        "ranks/joint/greedy.parquet",
+        "ranks/ranks.parquet",
+        "README.md",
         "latency/latency.json",
         "report.json",
         "report.html",
@@ -270,6 +297,37 @@ def test_lineage_reaches_what_the_inputs_came_from(run: Run) -> None:
     assert lineage["heads"]["key"] == run.heads.key
     assert lineage["heads"]["digest"] == run.heads.digest()
     assert lineage["teacher"]["inputs"] == {"backbone": run.backbone.digest()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "says"),
+    [
+        ("tree", "portfolio.json", "[1]", "portfolio"),
+        ("tree", "portfolio.json", '{"schema": "medusa.report/1"}', "medusa.report/1"),
+        ("ranks", "ranks.parquet", "PAR1 and no more", "is not what its name says"),
+        ("heads", "heads/config.json", "{}", "config.json"),
+        ("heads", "heads/heads.safetensors", "pickle", "is not what its name says"),
+        ("latency", "latency.json", "[]", "no mapping"),
+    ],
+)
+def test_a_file_of_another_kind_registers_nothing(
+    tmp_path: Path, kind: str, name: str, content: str, says: str
+) -> None:
+    """Catches a version that nobody can decode with, found out when it is served."""
+    run = Run(tmp_path)
+    artifact: Artifact = getattr(run, kind)
+    (artifact.path / name).write_text(content)
+    with pytest.raises(UserError, match=says):
+        run.publish({"lossless": LOSSLESS}, "a")
+    assert run.registry.models() == []
+
+
+def test_the_model_card_says_what_it_is_and_what_it_gives(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.publish({"lossless": LOSSLESS, "speedup": {"vs_plain": ratio_of(1.5)}}, "a")
+    card = (run.registry.download(run.registry.get("toy")) / "README.md").read_text()
+    for expected in ("heads for toy", "this engine without a tree | 1.50 [1.49, 1.51]", "1,900 tokens", run.heads.key):
+        assert expected in card
 
 
 def test_a_missing_file_registers_nothing(run: Run) -> None:
