@@ -42,8 +42,9 @@ def address(root: Path) -> Iterator[str]:
     started = []
     try:
         for command in (["sh", "-c", head], ["unshare", "-m", "sh", "-c", second]):
-            # As the process of the test has it, which is not the default of `ray start`.
-            environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+            # As the process of the test has it, which is not the default of `ray start`; and several nodes, which a
+            # cluster of one's own, started before in this process, leaves forbidden.
+            environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
             silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
             started.append(subprocess.Popen(command, start_new_session=True, **silent))  # type: ignore[call-overload]
             _wait_for(address)

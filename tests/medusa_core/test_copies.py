@@ -3,6 +3,7 @@ must come out."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from medusa_core.backbone import Backbone, Verifier, cache_argument, context_length
+from medusa_core.attention import use_tree_attention
+from medusa_core.backbone import Backbone, Verifier, cache_argument, check_paths, context_length
 from medusa_core.copies import CopiesCache, CopyingBackbone
 from medusa_core.engine import MedusaEngine
-from medusa_core.errors import InputError
+from medusa_core.errors import InputError, UnsupportedByTreeAttention
 from medusa_core.portfolio import Portfolio
 from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
@@ -203,6 +205,29 @@ def test_a_model_that_fell_back_is_left_without_recorders() -> None:
     assert hooked == [model.get_output_embeddings()]
     engine.close()
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("row", "node", "supported"), [(0, 2, True), (slice(None), 2, False), (slice(None), 0, False)])
+def test_the_check_tells_rounding_from_a_wrong_mask(
+    monkeypatch: pytest.MonkeyPatch, row: Any, node: int, supported: bool
+) -> None:
+    """Catches a bf16 model that goes the slow way because one row's logits, for want of digits, are others altogether
+    (it happened to a backbone that its own training had damaged); and a node that is wrong in every row let through."""
+    model = chaotic_llama()
+    use_tree_attention(model)
+    backbone = Backbone(model, pack=False)
+    verify = backbone.verify
+
+    def noisy(*arguments: Any) -> Any:
+        logits, hidden = verify(*arguments)
+        logits = logits.clone()
+        logits[row, node] = -logits[row, node]
+        return logits, hidden
+
+    monkeypatch.setattr(backbone, "verify", noisy)
+    with nullcontext() if supported else pytest.raises(UnsupportedByTreeAttention, match="differs from its paths"):
+        check_paths(backbone)
+    backbone.close()
 
 
 def test_a_closed_engine_leaves_no_hook_in_the_model() -> None:
