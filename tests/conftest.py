@@ -24,12 +24,15 @@ if not torch.cuda.is_available():
         import kernels.compaction
         import kernels.tree_attention  # noqa: F401
 
+from hypothesis import Phase, settings  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: E402
 
 from medusa_core.heads import MedusaHeads  # noqa: E402
 from tests import toys  # noqa: E402
 
 torch.set_num_threads(1)
+# Where it is enough to know that something fails, and not by which smallest example.
+settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
 @pytest.fixture(scope="session")

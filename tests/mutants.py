@@ -200,6 +200,27 @@ MUTANTS = (
         '"inputs": dict(inputs), "config": {}, "machine": machine}',
         ("tests/infra/test_artifacts.py::test_a_key_depends_on_everything_it_is_made_of",),
     ),
+    Mutant(
+        "the gate forgets the best so far",
+        "tasks/promotion.py",
+        "        if not holds:\n",
+        "        if False:\n",
+        ("tests/tasks/test_publish.py::test_decision",),
+    ),
+    Mutant(
+        "heads kept whatever they lost",
+        "tasks/retrain.py",
+        "    if high >= 1:\n",
+        "    if high >= 0:\n",
+        ("tests/flows/test_retraining.py::test_the_verdict",),
+    ),
+    Mutant(
+        "tree support judged by its worst row",
+        "medusa_core/backbone.py",
+        "apart_BN.median(0).values.max()",
+        "apart_BN.max()",
+        ("tests/medusa_core/test_copies.py::test_the_check_tells_rounding_from_a_wrong_mask",),
+    ),
 )
 
 
@@ -223,7 +244,8 @@ def run_tests(
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]
+    flags = ("-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "--hypothesis-profile", "unshrunk")
+    command = [sys.executable, "-m", "pytest", *flags, *tests]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
