@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.artifacts import write_json
+from infra.artifacts import atomic_path, write_json
 from infra.deepspeed_config import deepspeed_config
 from infra.environment import quiet
 from infra.errors import UserError
@@ -207,10 +207,13 @@ class RankRun:
             "curve": self.curve,
             "evaluations": self.evaluations,
         }
-        self.engine.save_checkpoint(str(folder), tag=f"step-{self.step:07d}{_tag_end(self.world)}", client_state=state)
+        tag = f"step-{self.step:07d}{_tag_end(self.world)}"
+        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
         torch.distributed.barrier()
         if self.rank == 0:
-            newest = (folder / "latest").read_text().strip()
+            # DeepSpeed truncates this file before it writes it: a rank killed in between would leave nothing to resume.
+            with atomic_path(folder / "latest") as pointer:
+                pointer.write_text(tag)
             for old in (*folder.glob("step-*"), *folder.glob("universal-*")):
-                if old.name != newest:
+                if old.name != tag:
                     shutil.rmtree(old, ignore_errors=True)
