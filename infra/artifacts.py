@@ -45,10 +45,15 @@ def digest_file(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON whole or not at all (temporary name, then rename)."""
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all (temporary name, then rename): a kill leaves what was there before."""
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        temporary.write_text(text)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of a value as JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager
@@ -176,7 +181,9 @@ class ArtifactStore:
                 counts = build(partial)
             finally:
                 seconds = before + time.monotonic() - start
-                _try_write(clock, str(seconds))
+                # Bookkeeping only: on a full disk the stage's own error is the one to show.
+                with suppress(OSError):
+                    write_text(clock, str(seconds))
             clock.unlink(missing_ok=True)
             manifest = {
                 "schema": SCHEMA,
@@ -274,14 +281,6 @@ def _list_files(directory: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(directory.glob(".*")):
         shutil.rmtree(path, ignore_errors=True)
     return files
-
-
-def _try_write(path: Path, text: str) -> None:
-    # Bookkeeping only: on a full disk the stage's own error is the one to show.
-    try:
-        path.write_text(text)
-    except OSError:
-        path.unlink(missing_ok=True)
 
 
 def _writer() -> dict[str, str]:

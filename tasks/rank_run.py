@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.artifacts import atomic_path, write_json
+from infra.artifacts import write_json, write_text
 from infra.deepspeed_config import deepspeed_config
 from infra.environment import quiet
 from infra.errors import UserError
@@ -122,6 +122,7 @@ def _of_other_world(checkpoints: Path, config: Mapping[str, Any]) -> bool:
             f"checkpoint {tag} can't be resumed on {torch.distributed.get_world_size()} ranks: DeepSpeed converts the "
             "states of AdamW, not of its 8-bit kind; train on as many ranks as before"
         )
+    # DeepSpeed writes the second when it has written all of the first.
     target, converted = checkpoints / f"universal-{tag}", checkpoints / "latest_universal"
     done = converted.exists() and converted.read_text() == target.name
     if torch.distributed.get_rank() == 0 and not done:
@@ -141,7 +142,6 @@ def _of_other_world(checkpoints: Path, config: Mapping[str, Any]) -> bool:
                     inject_missing_state=True,
                 )
             )
-        converted.write_text(target.name)
     torch.distributed.barrier()
     return True
 
@@ -212,8 +212,7 @@ class RankRun:
         torch.distributed.barrier()
         if self.rank == 0:
             # DeepSpeed truncates this file before it writes it: a rank killed in between would leave nothing to resume.
-            with atomic_path(folder / "latest") as pointer:
-                pointer.write_text(tag)
+            write_text(folder / "latest", tag)
             for old in (*folder.glob("step-*"), *folder.glob("universal-*")):
                 if old.name != tag:
                     shutil.rmtree(old, ignore_errors=True)

@@ -201,6 +201,13 @@ MUTANTS = (
         ("tests/infra/test_artifacts.py::test_a_key_depends_on_everything_it_is_made_of",),
     ),
     Mutant(
+        "DeepSpeed names the newest checkpoint itself",
+        "tasks/rank_run.py",
+        "save_latest=False)",
+        "save_latest=True)",
+        ("tests/tasks/test_rank_run.py::test_a_kill_while_a_checkpoint_is_named_leaves_the_earlier_name",),
+    ),
+    Mutant(
         "the gate forgets the best so far",
         "tasks/promotion.py",
         "        if not holds:\n",

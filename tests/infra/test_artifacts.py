@@ -309,6 +309,25 @@ def test_seconds_add_up_over_attempts(store: ArtifactStore) -> None:
     assert 0.3 <= artifact.manifest["seconds"] < 5
 
 
+def test_a_kill_while_the_seconds_are_noted_leaves_the_earlier_ones(store: ArtifactStore, tmp_path: Path) -> None:
+    """Catches a figure written in place: half-way it would be no number, and no later attempt could begin."""
+
+    def fail(partial: Path) -> dict[str, Any]:
+        raise RuntimeError("stop")
+
+    clock = store.directory(KIND, KEY).with_name(KEY + ".partial") / ".seconds"
+    earlier = tmp_path / "earlier"
+    for attempt in range(2):
+        with pytest.raises(RuntimeError):
+            store.produce(KIND, KEY, inputs={}, config={}, build=fail)
+        if attempt == 0:
+            # A second name for the file: it shows what is written into it, and not what takes its place.
+            earlier.hardlink_to(clock)
+            noted = clock.read_text()
+    assert float(clock.read_text()) > float(noted)
+    assert earlier.read_text() == noted
+
+
 def test_scratch_files_are_not_part_of_an_artifact(store: ArtifactStore) -> None:
     """Catches temporary files of killed writers published with the rest."""
     files = {"a.txt": "1", ".a.txt.77.tmp": "x", "sub/.hidden": "x", "sub/b": "2", ".cache/deep/file": "x"}

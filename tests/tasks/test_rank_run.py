@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,52 @@ def test_an_8_bit_optimizer_is_the_plain_one_where_it_does_not_run(caplog: pytes
     made = _optimizer(groups, {"optimizer": "adamw", "weight_decay": 0.5})
     assert [group["lr"] for group in made.param_groups] == [0.1, 0.4]
     assert {group["weight_decay"] for group in made.param_groups} == {0.5}
+
+
+CHECKPOINTED_TWICE = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tasks.rank_run import RankRun, prepare_rank, start_engine
+
+directory = Path(sys.argv[1])
+config = {
+    "optimizer": "adamw", "weight_decay": 0.0, "warmup_steps": 0, "accumulation": 1, "dtype": "float32", "clip": 1.0,
+    "zero_stage": 0, "seed": 0,
+}
+spec = {"config": config, "directory": directory, "device": "cpu", "threads": 1}
+torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=0, world_size=1)
+prepare_rank(spec)
+layer = nn.Linear(2, 2)
+checkpoints = directory / ".checkpoints"
+engine = start_engine(
+    layer, [{"params": list(layer.parameters()), "lr": 0.1}], config, micro_batch=1, total=4, read_directly=[],
+    checkpoints=checkpoints,
+)
+run = RankRun(engine, spec, 4)
+run.step = 1
+run._checkpoint()
+# A second name for the file: it shows what is written into it, and not what takes its place.
+(directory / "earlier").hardlink_to(checkpoints / "latest")
+run.step = 2
+run._checkpoint()
+assert RankRun(engine, spec, 4).resume() == 2
+"""
+
+
+def test_a_kill_while_a_checkpoint_is_named_leaves_the_earlier_name(tmp_path: Path) -> None:
+    """Catches a pointer to the newest checkpoint written in place, as DeepSpeed's own is: a rank killed half-way left
+    it empty, and the training could not be resumed."""
+    # A process of its own, for its process group.
+    command = [sys.executable, "-c", CHECKPOINTED_TWICE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LOCAL_RANK": "0"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "earlier").read_text() == "step-0000001-ranks-1"
+    assert (tmp_path / ".checkpoints" / "latest").read_text() == "step-0000002-ranks-1"
+    assert [path.name for path in (tmp_path / ".checkpoints").glob("step-*")] == ["step-0000002-ranks-1"]
 
 
 @pytest.mark.parametrize(
