@@ -178,7 +178,7 @@ def _lossless(
 
     Not timed, so both run at once, on half of the threads each. At the first difference the two tokens' logits are
     compared in float64: closer than 1e-4 is a tie, anything else a mismatch. The same comparison says how close the
-    two tokens were where the timed answers, in their own dtype, parted.
+    two tokens were where the timed answers, in their own dtype, parted, and how far transformers itself is off there.
     """
     config = spec["config"]
     threads = max(1, spec["threads"] // 2)
@@ -219,6 +219,7 @@ def _lossless(
         gaps = [
             {"prompt_id": d.prompt_id, "turn": d.turn, "position": d.position}
             | {"gap": _finite(_gap(workers[0], d.before, d.both))}
+            | {"rounding": _finite(_rounding(workers[0], config["dtype"], d))}
             for d in parted
         ]
     finally:
@@ -241,7 +242,15 @@ def _finite(gap: float) -> float | None:
 
 def _gap(worker: Worker, before: list[int], both: list[int]) -> float:
     """Float64 logit gap of two tokens after `before`; infinite if one of the answers just ends there."""
-    return worker.gap64(before, both[0], both[1]) if len(both) == 2 else float("inf")
+    return abs(worker.gap("float64", before, both[0], both[1])) if len(both) == 2 else float("inf")
+
+
+def _rounding(worker: Worker, dtype: str, parted: Divergence) -> float:
+    """By how much transformers' own gap of the two tokens, in one pass in this dtype, is off the float64 one."""
+    if len(parted.both) < 2:
+        return float("inf")
+    low, exact = (worker.gap(each, parted.before, *parted.both) for each in (dtype, "float64"))
+    return abs(low - exact)
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:

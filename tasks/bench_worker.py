@@ -76,9 +76,10 @@ class Worker:
         answers: list[Answer] = self._process.call("answer", prompts, max_new_tokens)
         return answers
 
-    def gap64(self, prefix: Sequence[int], first: int, second: int) -> float:
-        """How far apart two tokens' logits are after `prefix` in float64; afterwards the worker only does this."""
-        return float(self._process.call("gap64", prefix, first, second))
+    def gap(self, dtype: str, prefix: Sequence[int], first: int, second: int) -> float:
+        """The first token's logit less the second's after `prefix`, by transformers in one pass in a dtype; afterwards
+        the worker only does this."""
+        return float(self._process.call("gap", dtype, prefix, first, second))
 
     def memory_mb(self) -> float:
         """Peak growth of resident memory since the imports."""
@@ -109,6 +110,7 @@ class _Runner:
         self.baseline = resident_mb()
         self._run: Callable[[Sequence[Sequence[int]], int], list[Answer]]
         self.facts: dict[str, float] = {"compile_s": 0.0}
+        self._models: dict[str, Any] = {}
 
     def load(self) -> dict[str, float]:
         """Loads and warms up; seconds of both."""
@@ -127,13 +129,14 @@ class _Runner:
     def memory(self) -> float:
         return peak_resident_mb() - self.baseline
 
-    def gap64(self, prefix: Sequence[int], first: int, second: int) -> float:
-        if not hasattr(self, "_model64"):
-            self._model64 = load_model(Path(self.contestant.model), torch.float32, self.contestant.device).double()
+    def gap(self, dtype: str, prefix: Sequence[int], first: int, second: int) -> float:
+        if dtype not in self._models:
+            model = load_model(Path(self.contestant.model), torch.float32, self.contestant.device)
+            self._models[dtype] = model.double() if dtype == "float64" else model.to(dtype_of(dtype))
         with torch.inference_mode():
             ids = torch.tensor([list(prefix)], device=self.contestant.device)
-            logits = self._model64(input_ids=ids, logits_to_keep=1).logits[0, -1]
-        return float((logits[first] - logits[second]).abs())
+            logits = self._models[dtype](input_ids=ids, logits_to_keep=1).logits[0, -1]
+        return float(logits[first].double() - logits[second].double())
 
     def _engine(self) -> Callable[[Sequence[Sequence[int]], int], list[Answer]]:
         c = self.contestant

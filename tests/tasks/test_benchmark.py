@@ -76,7 +76,9 @@ def test_a_batch_of_the_reference_answers_like_single_prompts(toy_dir: Path) -> 
     (worker,) = start_workers([contestant])
     try:
         together = [answer.tokens for answer in worker.answer(prompts, 70)]
-        assert worker.gap64(prompts[0], 1, 1) == 0.0
+        assert worker.gap("float64", prompts[0], 1, 1) == 0.0
+        wide, low = (worker.gap(dtype, prompts[0], 4, 1) for dtype in ("float64", "bfloat16"))
+        assert 0 < abs(wide - low) < 0.05 * abs(wide) and worker.gap("float64", prompts[0], 1, 4) == -wide
         assert worker.memory_mb() > 0
     finally:
         worker.close()
@@ -85,9 +87,16 @@ def test_a_batch_of_the_reference_answers_like_single_prompts(toy_dir: Path) -> 
 
 def test_differences_beyond_the_noise_are_failures() -> None:
     """Catches a divergence that is called a tie whatever the gap, and an answer that just ends called one."""
-    found = [{"gap": 0.1}, {"gap": 0.25}, {"gap": 0.6}, {"gap": None}]
+    found = [{"gap": gap, "rounding": 0.02} for gap in (0.1, 0.25, 0.6, None)]
     report = _divergence("bfloat16", [{"engine": "transformers"}] * 9, found)
     assert (report["prompts"], report["diverged"], report["ties"], report["failures"]) == (9, 4, 2, 2)
     assert report["max_gap"] == 0.6 and report["first"] == found
-    exact = _divergence("float32", [], [{"gap": 1e-5}, {"gap": 1e-3}])
+    exact = _divergence("float32", [], [{"gap": gap, "rounding": 1e-6} for gap in (1e-5, 1e-3)])
     assert (exact["ties"], exact["failures"]) == (1, 1)
+
+
+def test_the_noise_is_at_least_what_transformers_has_itself() -> None:
+    """Catches a lossless version refused on a machine whose products round more than the one this was written on."""
+    found = [{"gap": 0.27, "rounding": 0.15}, {"gap": 0.31, "rounding": None}]
+    report = _divergence("bfloat16", [], found)
+    assert (report["noise_bound"], report["ties"], report["failures"]) == (0.3, 1, 1)
