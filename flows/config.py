@@ -77,6 +77,15 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _paths_need_fixed_embeddings(self) -> RunConfig:
+        if self.heads.kind == "hydra" and self.medusa2 and self.medusa2.lora is None:
+            raise ValueError(
+                "heads of kind hydra read the backbone's input embeddings, which full fine-tuning moves under them: "
+                "train medusa2 with lora, or heads of kind medusa"
+            )
+        return self
+
     @field_validator("name")
     @classmethod
     def _plain_name(cls, value: str) -> str:

@@ -163,7 +163,10 @@ class Costs:
         heads, hidden = self.config.heads, self.shape.hidden
         width = heads.mlp_width * hidden
         block = hidden * (hidden + 1) if heads.block == "paper" else width * (2 * hidden + 1)
-        return heads.num_heads * (heads.num_layers * block + (self._rows() * hidden if heads.lm_head == "own" else 0))
+        projection = {"own": self._rows() * hidden, "shared": 0, "low_rank": heads.rank * (hidden + self._rows())}
+        path = heads.num_heads * (heads.num_heads + 1) // 2 * heads.inner_width(hidden) * hidden
+        per_head = heads.num_layers * block + projection[heads.lm_head]
+        return heads.num_heads * per_head + (path if heads.kind == "hydra" else 0)
 
     def _rows(self) -> int:
         return min(self.config.heads.vocab or self.shape.vocab, self.shape.vocab)
@@ -223,12 +226,14 @@ class Costs:
         width = heads.mlp_width if heads.block == "mlp" else 1
         activations = rows * heads.num_heads * self.shape.hidden * (2 + 2 * width * heads.num_layers) * 2
         targets = 8 * self.config.teacher.top_k if config.targets == "teacher" else 0
-        position = self.shape.hidden * self.itemsize + (8 + targets) * heads.num_heads
+        # Beside its hidden state a position has labels, the tokens on its path, and targets.
+        position = self.shape.hidden * self.itemsize + (16 + targets) * heads.num_heads
         window = min(config.window_positions, self.work.train) * position
-        shared = self._rows() * self.shape.hidden if heads.lm_head == "shared" else 0
+        shared = self._rows() * self.shape.hidden if heads.lm_head != "own" else 0
+        embeddings = self.shape.vocab * self.shape.hidden if heads.kind == "hydra" else 0
         # The backbone is read for its LM head, and let go unless hidden states are made live.
         memory = self._trained(self.heads_parameters(), config) + activations + self._cross_entropy()
-        memory += shared * self.itemsize + (0 if self.gpu else window)
+        memory += (shared + embeddings) * self.itemsize + (0 if self.gpu else window)
         memory = max(memory, self.weights) if self.keep_hidden else memory + self.weights
         if self.gpu:
             flops = 6 * (self.heads_parameters() + heads.num_heads * shared)
@@ -292,8 +297,9 @@ class Costs:
     def _cross_entropy(self, *, joint: bool = False) -> int:
         """The heads' loss: a chunk of logits, and in float32 the gradients of what projects them, if it is trained."""
         heads, chunk = self.config.heads, 2048 if self.gpu else 512
-        trained = heads.num_heads if heads.lm_head == "own" or joint else 0
-        return self._rows() * (10 * chunk + trained * self.shape.hidden * 4)
+        columns = {"own": self.shape.hidden, "shared": 0, "low_rank": heads.rank}[heads.lm_head]
+        columns = self.shape.hidden if joint else columns
+        return self._rows() * (10 * chunk + heads.num_heads * columns * 4)
 
     def _reading(self, tokens: int, positions: int) -> int:
         """One pass over a conversation without gradients, logits at some positions and their log-probabilities."""

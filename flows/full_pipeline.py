@@ -23,6 +23,7 @@ from infra.artifacts import Artifact, ArtifactStore
 from infra.environment import default_root
 from infra.ray_cluster import Cluster
 from infra.registry import Registry
+from medusa_core.heads import export_obstacle
 from tasks.benchmark import read_report
 from tasks.publish import publish, serving_of
 from tasks.rivals import Rival, rivals_of
@@ -55,6 +56,8 @@ def _run_stages(run: Run, registry: Registry, directory: RunDirectory, until: st
     records: list[dict[str, Any]] = []
     retraining: Retraining | None = None
     waiting = list(stages_of(run.config))
+    if obstacle := export_obstacle(run.config.heads):
+        log.info("these heads serve from this engine only: %s", obstacle)
     while waiting:
         stage = waiting.pop(0)
         if stage.name == "benchmark":

@@ -19,6 +19,7 @@ from flows.config import RunConfig
 from flows.costs import ASSUMED, GIB, GPUS, Costs, Workload
 from flows.stages import Run, Stage, stages_of
 from infra.artifacts import Artifact, ArtifactStore
+from medusa_core.heads import export_obstacle
 from tasks.model_shape import shape_of
 from tasks.model_sources import local_path
 from tasks.prompt_sources import SourceUnreachable
@@ -49,7 +50,8 @@ class _PlanStore(ArtifactStore):
 
 
 def make_plan(config: RunConfig, root: Path, until: str) -> dict[str, Any]:
-    """{stages: [{name, state, tokens, minutes, bytes, memory}], problems, assumptions, totals}; a state is cached/run.
+    """{stages: [{name, state, tokens, minutes, bytes, memory}], problems, export_obstacle, assumptions, totals}; a
+    state is cached/run.
 
     The prompts are read (that takes a second and writes nothing into the root's artifacts) to count requests, and of
     the backbone its configuration alone. `problems` says in sentences why the plan can't be carried out.
@@ -82,6 +84,7 @@ def make_plan(config: RunConfig, root: Path, until: str) -> dict[str, Any]:
         "bytes": sum(stage.get("bytes", 0) for stage in stages),
         "free_bytes": free,
         "problems": list(_problems(config, stages, free)),
+        "export_obstacle": export_obstacle(config.heads),
         "assumptions": ASSUMED,
     }
 
@@ -123,6 +126,8 @@ def print_plan(plan: Mapping[str, Any], out: Console) -> None:
     kind = f"{machine['gpus']} x {machine['gpu']}" if machine["gpu"] else "two CPU cores"
     out.print(f"{plan['backbone']['model']} ({plan['backbone']['parameters']:,} parameters) on {kind}")
     out.print(f"free on the disk: {_size(plan['free_bytes'])}; prompts: {plan['prompts']}")
+    if plan["export_obstacle"]:
+        out.print(f"these heads serve from this engine only: {plan['export_obstacle']}", soft_wrap=True)
     other = "CPU: " if machine["gpu"] else "GPU: "
     assumed = {name: value for name, value in plan["assumptions"].items() if not name.startswith(other)}
     out.print("assumed: " + "; ".join(f"{name} {value:g}" for name, value in assumed.items()))

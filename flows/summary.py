@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree as Drawing
 
-from tasks.promotion import BEST, CHAMPION
+from tasks.promotion import ROLES
 
 
 def print_summary(report: Mapping[str, Any], out: Console) -> None:
@@ -69,7 +69,7 @@ def print_report(report: Mapping[str, Any], out: Console) -> None:
     columns = (">tokens/s", ">tokens/step", ">weights", ">first token", ">draft", ">verify", ">accept", ">memory")
     table = _table("engine", *columns, title=_title(report))
     for run in report["runs"]:
-        own = run["engine"] in ("plain", "medusa", CHAMPION, BEST)
+        own = run["engine"] in ("plain", "medusa", *ROLES)
         parts = [f"{run[name]:.1f} ms" if own else "" for name in ("draft_ms", "verify_ms", "accept_ms")]
         table.add_row(
             run["engine"],
@@ -89,9 +89,9 @@ def print_report(report: Mapping[str, Any], out: Console) -> None:
     for key, label in names.items():
         if key in report["speedup"]:
             out.print(f"{label:50} {_ratio(report['speedup'][key])}")
-    for role in (CHAMPION, BEST):
+    for role, words in ROLES.items():
         if role in report:
-            label = f"over {report[role]['version']}, the {'champion' if role == CHAMPION else 'best so far'}"
+            label = f"over {report[role]['version']}, {words}"
             out.print(f"{label:50} {_ratio(report[role]['ratio'])}")
     out.print(_lossless(report["lossless"]))
 

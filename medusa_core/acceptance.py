@@ -9,12 +9,13 @@ Three rules, told apart by what they promise:
 
 Nothing here waits for the device: shapes follow from the tree alone, so a step can be captured as a graph. Uniforms
 are the caller's, in [0, 1), float64 (float32's 24 bits would round a large vocabulary's tail away), and independent.
-Legend: B batch, N tree nodes, V vocabulary, K heads (or depths), A path length (tree depth + 1), C children of one
-node, M parents of one depth.
+Legend: B batch, N tree nodes, V vocabulary, K depths, A path length (tree depth + 1), C children of one node, M
+parents of one depth, G distributions that children are drawn from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,6 +24,9 @@ import torch
 from medusa_core.tree import Tree, TreeTensors
 
 _BLOCK = 256
+# Given a depth and the tokens of all nodes down to its parents [B, n]: the distributions that the parents' children are
+# drawn from, [B, G, V], where G is 1 (one for all parents) or their number (one for each, in node order).
+Distributions = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -137,51 +141,74 @@ def accept_typical(
 # Rejection sampling: candidates drawn from the heads, siblings without replacement.
 
 
-def draw_children(root_B: torch.Tensor, probs_BKV: torch.Tensor, tree: Tree, uniform_BN: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class Draft:
+    """What candidates were drawn from: distributions [B, G, V] over the target's vocabulary, and which of them the
+    children of each node come from, [N]."""
+
+    probs_BGV: torch.Tensor
+    group_N: torch.Tensor
+
+
+def draw_children(
+    root_B: torch.Tensor, distributions: Distributions, tree: Tree, uniform_BN: torch.Tensor
+) -> tuple[torch.Tensor, Draft]:
     """Tokens of every node, [B, N]: the root's, then each node's siblings drawn in order without replacement.
 
-    probs_BKV: head k's distribution, over the target's vocabulary. Every parent's children are drawn independently
-    of other parents'. A tree's ranks only order siblings here. The root's uniform is not used.
-    A child for which the head has no further token of non-zero probability repeats its first sibling: a valid id to
-    run through the model, which `accept_rejection` never accepts.
+    Every parent's children are drawn independently of other parents'. A tree's ranks only order siblings here. The
+    root's uniform is not used.
     """
-    if tree.is_off:
-        return root_B[:, None]
-    families = _families(tree, root_B.device)
-    depths, parents, most = families.children_KMC.shape
-    cumulative_BKV = probs_BKV[:, :depths].double().cumsum(-1)
-    vocabulary = cumulative_BKV.shape[-1]
-    uniform_BKMC = uniform_BN.double()[:, families.children_KMC.clamp(min=0)]
-    shape_BKM = (len(root_B), depths, parents)
+    families, tokens_BN = _families(tree, root_B.device), root_B[:, None]
+    probs = []
+    for depth, (children_MC, places_X) in enumerate(zip(families.children, families.places, strict=True)):
+        probs.append(distributions(depth, tokens_BN))
+        uniform_BMC = uniform_BN.double()[:, children_MC.clamp(min=0)]
+        drawn_BGMC = _draw_siblings(probs[-1], uniform_BMC.unflatten(1, (probs[-1].shape[1], -1)))
+        tokens_BN = torch.cat([tokens_BN, drawn_BGMC.flatten(1)[:, places_X]], 1)
+    if not probs:
+        return tokens_BN, Draft(uniform_BN.new_zeros(len(root_B), 1, 1), families.depth_N)
+    groups = sum(each.shape[1] for each in probs)
+    return tokens_BN, Draft(torch.cat(probs, 1), families.depth_N if groups == tree.depth else families.parent_N)
+
+
+def _draw_siblings(probs_BGV: torch.Tensor, uniform_BGMC: torch.Tensor) -> torch.Tensor:
+    """C draws without replacement for each of M parents that share a distribution, [B, G, M, C].
+
+    A parent for whom there is no further token of non-zero probability gets its first child again: a valid id to run
+    through the model, which `accept_rejection` never accepts.
+    """
+    cumulative_BGV = probs_BGV.double().cumsum(-1)
+    vocabulary = cumulative_BGV.shape[-1]
+    shape_BGM = uniform_BGMC.shape[:-1]
     # Tokens drawn so far, and the stretch of the cumulative distribution that each took away.
-    drawn_BKMC = torch.empty(*shape_BKM, 0, dtype=torch.int64, device=root_B.device)
-    begin_BKMC = end_BKMC = cumulative_BKV.new_empty(*shape_BKM, 0)
-    for order in range(most):
-        left_BKM = (cumulative_BKV[..., -1:] - (end_BKMC - begin_BKMC).sum(-1)).clamp(min=0)
-        point_BKM = uniform_BKMC[..., order] * left_BKM
+    drawn_BGMC = torch.empty(*shape_BGM, 0, dtype=torch.int64, device=probs_BGV.device)
+    begin_BGMC = end_BGMC = cumulative_BGV.new_empty(*shape_BGM, 0)
+    for order, uniform_BGM in enumerate(uniform_BGMC.unbind(-1)):
+        left_BGM = (cumulative_BGV[..., -1:] - (end_BGMC - begin_BGMC).sum(-1)).clamp(min=0)
+        point_BGM = uniform_BGM * left_BGM
         # The point is a place in what is left. From left to right, step over each stretch that lies before it; the
         # maximum keeps rounding from ending inside one.
-        begins_BKMC, by_place_BKMC = begin_BKMC.sort(-1)
-        ends_BKMC = end_BKMC.gather(-1, by_place_BKMC)
-        for begin_BKM, end_BKM in zip(begins_BKMC.unbind(-1), ends_BKMC.unbind(-1), strict=True):
-            beyond_BKM = torch.maximum(point_BKM + (end_BKM - begin_BKM), end_BKM)
-            point_BKM = torch.where(point_BKM >= begin_BKM, beyond_BKM, point_BKM)
-        token_BKM = torch.searchsorted(cumulative_BKV, point_BKM, right=True)
+        begins_BGMC, by_place_BGMC = begin_BGMC.sort(-1)
+        ends_BGMC = end_BGMC.gather(-1, by_place_BGMC)
+        for begin_BGM, end_BGM in zip(begins_BGMC.unbind(-1), ends_BGMC.unbind(-1), strict=True):
+            beyond_BGM = torch.maximum(point_BGM + (end_BGM - begin_BGM), end_BGM)
+            point_BGM = torch.where(point_BGM >= begin_BGM, beyond_BGM, point_BGM)
+        token_BGM = torch.searchsorted(cumulative_BGV, point_BGM, right=True)
         # With nothing left (or by rounding, once in 1e16) the point is past the last token.
-        spent_BKM = token_BKM == vocabulary
-        token_BKM = torch.where(spent_BKM, drawn_BKMC[..., 0] if order else vocabulary - 1, token_BKM)
-        end_BKM = cumulative_BKV.gather(-1, token_BKM)
-        begin_BKM = torch.where(token_BKM > 0, cumulative_BKV.gather(-1, (token_BKM - 1).clamp(min=0)), 0.0)
-        drawn_BKMC = torch.cat([drawn_BKMC, token_BKM[..., None]], -1)
-        begin_BKMC = torch.cat([begin_BKMC, torch.where(spent_BKM, end_BKM, begin_BKM)[..., None]], -1)
-        end_BKMC = torch.cat([end_BKMC, end_BKM[..., None]], -1)
-    return torch.cat([root_B[:, None], drawn_BKMC.flatten(1)[:, families.places_N[1:]]], 1)
+        spent_BGM = token_BGM == vocabulary
+        token_BGM = torch.where(spent_BGM, drawn_BGMC[..., 0] if order else vocabulary - 1, token_BGM)
+        end_BGM = cumulative_BGV.gather(-1, token_BGM)
+        begin_BGM = torch.where(token_BGM > 0, cumulative_BGV.gather(-1, (token_BGM - 1).clamp(min=0)), 0.0)
+        drawn_BGMC = torch.cat([drawn_BGMC, token_BGM[..., None]], -1)
+        begin_BGMC = torch.cat([begin_BGMC, torch.where(spent_BGM, end_BGM, begin_BGM)[..., None]], -1)
+        end_BGMC = torch.cat([end_BGMC, end_BGM[..., None]], -1)
+    return drawn_BGMC
 
 
 def accept_rejection(
     tokens_BN: torch.Tensor,
     target_probs_BNV: torch.Tensor,
-    draft_probs_BKV: torch.Tensor,
+    draft: Draft,
     tree: Tree,
     uniform_BN: torch.Tensor,
     uniform_next_B: torch.Tensor,
@@ -191,19 +218,19 @@ def accept_rejection(
     At each node its children are tried in order: child x is accepted with probability min(1, p(x) / q(x)), and
     after a rejection p becomes norm(max(0, p - q)) and q loses x, since siblings are drawn without replacement. If
     none is accepted the next token is drawn from what is left of p; after a leaf, from p.
-    tokens_BN must come from `draw_children` with these draft_probs_BKV; target_probs_BNV is the target *after* each
-    node. The uniforms are new ones, not those of the draw; the root's is not used.
+    tokens_BN and draft must come from `draw_children`; target_probs_BNV is the target *after* each node. The uniforms
+    are new ones, not those of the draw; the root's is not used.
     """
     node_B = torch.zeros_like(tokens_BN[:, 0])
     rows_B = torch.arange(len(tokens_BN), device=tokens_BN.device)
     here_B = torch.ones_like(node_B, dtype=torch.bool)
     p_BV = _normalised(target_probs_BNV[:, 0].double())
     families = _families(tree, tokens_BN.device)
-    for depth, most in enumerate(families.most_K):
-        q_BV = _normalised(draft_probs_BKV[:, depth].double())
+    for children_MC in families.children:
+        q_BV = _normalised(draft.probs_BGV[rows_B, draft.group_N[node_B]].double())
         waiting_B, moved_B = here_B, torch.zeros_like(here_B)
         parent_B = node_B
-        for order in range(most):
+        for order in range(children_MC.shape[1]):
             child_B = families.children_NC[parent_B, order]
             exists_B, child_B = child_B >= 0, child_B.clamp(min=0)
             token_B1 = tokens_BN.gather(1, child_B[:, None])
@@ -265,16 +292,18 @@ def _draw(probs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Families:
-    """Who is whose child, siblings in node order. most_K: the largest number of children at each parents' depth.
+    """Who is whose child, siblings in node order, -1 past the last.
 
-    children_NC: of each node, -1 past its last; children_KMC: the same by depth, only of nodes that have any;
-    places_N: where each node stands in the flattened children_KMC (0 for the root, which is nobody's child).
+    children: for each depth of parents, those of the nodes that have any, [M, C], and `places`: where among these, read
+    row by row, children stand, which is in node order; children_NC: of each node. depth_N is each node's depth and
+    parent_N its place among all nodes that have children; both are 0 for a leaf.
     """
 
-    most_K: tuple[int, ...]
+    children: tuple[torch.Tensor, ...]
+    places: tuple[torch.Tensor, ...]
     children_NC: torch.Tensor
-    children_KMC: torch.Tensor
-    places_N: torch.Tensor
+    depth_N: torch.Tensor
+    parent_N: torch.Tensor
 
 
 @lru_cache(maxsize=256)
@@ -282,14 +311,22 @@ def _families(tree: Tree, device: torch.device) -> _Families:
     by_depth: list[dict[int, list[int]]] = [{} for _ in range(tree.depth)]
     for node, (parent, path) in enumerate(zip(tree.parents[1:], tree.choices, strict=True), 1):
         by_depth[len(path) - 1].setdefault(parent, []).append(node)
-    most_K = tuple(max(len(children) for children in families.values()) for families in by_depth)
-    parents, width = max((len(families) for families in by_depth), default=0), max(most_K, default=0)
+    width = max((len(children) for families in by_depth for children in families.values()), default=0)
     children_NC = torch.full((tree.nodes, width), -1)
-    children_KMC = torch.full((tree.depth, parents, width), -1)
-    places_N = torch.zeros(tree.nodes, dtype=torch.int64)
+    depth_N, parent_N = torch.zeros(tree.nodes, dtype=torch.int64), torch.zeros(tree.nodes, dtype=torch.int64)
+    levels, seen = [], 0
     for depth, families in enumerate(by_depth):
-        for place, (parent, children) in enumerate(families.items()):
-            count = len(children)
-            children_NC[parent, :count] = children_KMC[depth, place, :count] = torch.tensor(children)
-            places_N[children] = (depth * parents + place) * width + torch.arange(count)
-    return _Families(most_K, children_NC.to(device), children_KMC.to(device), places_N.to(device))
+        for place, (parent, children) in enumerate(families.items(), seen):
+            children_NC[parent, : len(children)] = torch.tensor(children)
+            depth_N[parent], parent_N[parent] = depth, place
+        seen += len(families)
+        most = max(len(children) for children in families.values())
+        levels.append(children_NC[list(families), :most])
+    places = (torch.flatten(children_MC >= 0).nonzero()[:, 0] for children_MC in levels)
+    return _Families(
+        children=tuple(children_MC.to(device) for children_MC in levels),
+        places=tuple(places_X.to(device) for places_X in places),
+        children_NC=children_NC.to(device),
+        depth_N=depth_N.to(device),
+        parent_N=parent_N.to(device),
+    )

@@ -37,6 +37,15 @@ def head_labels(input_ids_T: torch.Tensor, loss_mask_T: torch.Tensor, num_heads:
     return labels_TK
 
 
+def path_tokens(next_P: torch.Tensor, labels_PK: torch.Tensor) -> torch.Tensor:
+    """The tokens t + 1 .. t + K at each position, [P, K]: what head k of kind "hydra" reads the first k of.
+
+    They are the next token and the labels of the heads before. A head with a label has all of its path; where labels
+    end the path goes on with token 0, which only heads without one see.
+    """
+    return torch.cat([next_P[:, None], labels_PK[:, :-1]], 1).clamp(min=0)
+
+
 def count_labels(labels: torch.Tensor) -> torch.Tensor:
     """How many positions each head has a label at, [K], for labels [P, K] or [P, K, J]."""
     given = labels != IGNORE
@@ -72,16 +81,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_PKJ: torch.Tensor,
         shares_PKJ: torch.Tensor,
         chunk: int,
+        low_KPR: torch.Tensor | None,
+        up_KCR: torch.Tensor | None,
     ) -> torch.Tensor:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_change = bool(ctx.needs_input_grad[-1])
         heads, own = len(x_KPD), weight.dim() == 3
         total_K = x_KPD.new_zeros(heads, dtype=torch.float32)
         grad_x_KPD = torch.zeros_like(x_KPD) if needs_x else None
         # A gradient for each head even where they share a weight: backward will scale each by a factor of its own.
         grad_weight_KCD = weight.new_zeros(heads, *weight.shape[-2:], dtype=torch.float32) if needs_weight else None
-        grad_bias_KC = None
+        grad_bias_KC = grad_low_KPR = grad_up_KCR = None
         if needs_bias and bias is not None:
             grad_bias_KC = bias.new_zeros(heads, bias.shape[-1], dtype=torch.float32)
+        if needs_change and low_KPR is not None and up_KCR is not None:
+            grad_low_KPR, grad_up_KCR = torch.zeros_like(low_KPR), torch.zeros_like(up_KCR, dtype=torch.float32)
         for head, x_PD in enumerate(x_KPD):
             weight_CD = weight[head] if own else weight
             bias_C = bias[head] if own and bias is not None else bias
@@ -90,14 +104,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 x, labels = x_PD[rows], labels_PJ[rows]
                 shares = shares_PJ[rows].masked_fill(labels == IGNORE, 0.0)
                 labels, mass = labels.clamp(min=0), shares.sum(-1, keepdim=True)
-                logits = F.linear(x, weight_CD, bias_C).float()
+                logits = F.linear(x, weight_CD, bias_C)
+                if low_KPR is not None and up_KCR is not None:
+                    logits = logits + low_KPR[head, rows] @ up_KCR[head].T
+                logits = logits.float()
                 # Everything else happens in place: a chunk's logits are read from memory as seldom as can be.
                 logits -= logits.amax(-1, keepdim=True)
                 total_K[head] -= (shares * logits.gather(-1, labels)).sum()
                 exponentials = logits.exp_()
                 sums = exponentials.sum(-1, keepdim=True)
                 total_K[head] += (mass * sums.log()).sum()
-                if not any((needs_x, needs_weight, needs_bias)):
+                if not any((needs_x, needs_weight, needs_bias, needs_change)):
                     continue
                 grad_logits = exponentials.mul_(mass / sums).scatter_add_(-1, labels, -shares)
                 grad_low = grad_logits.to(x.dtype)
@@ -109,17 +126,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight_KCD[head] += grad_low.T @ x
                 if grad_bias_KC is not None:
                     grad_bias_KC[head] += grad_logits.sum(0)
+                if low_KPR is not None and up_KCR is not None and grad_low_KPR is not None and grad_up_KCR is not None:
+                    grad_low_KPR[head, rows] = grad_low @ up_KCR[head]
+                    grad_up_KCR[head] += grad_low.T @ low_KPR[head, rows]
         # Not saved for backward but handed over, so that backward may scale them where they are: together they are as
         # large as the heads' weights.
-        ctx.gradients = grad_x_KPD, grad_weight_KCD, grad_bias_KC
-        ctx.own, ctx.dtypes = own, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.gradients = grad_x_KPD, grad_weight_KCD, grad_bias_KC, grad_low_KPR, grad_up_KCR
+        ctx.own, ctx.dtypes = own, [None if each is None else each.dtype for each in (weight, bias, up_KCR)]
         return total_K
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_K,) = grads
-        (grad_x_KPD, grad_weight_KCD, grad_bias_KC), ctx.gradients = ctx.gradients, ()
-        weight_dtype, bias_dtype = ctx.dtypes
+        (grad_x_KPD, grad_weight_KCD, grad_bias_KC, grad_low_KPR, grad_up_KCR), ctx.gradients = ctx.gradients, ()
+        weight_dtype, bias_dtype, up_dtype = ctx.dtypes
 
         def scaled(gradient: torch.Tensor) -> torch.Tensor:
             return gradient.mul_(grad_K.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))
@@ -134,6 +154,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None if grad_low_KPR is None else scaled(grad_low_KPR),
+            None if grad_up_KCR is None else scaled(grad_up_KCR).to(up_dtype),
         )
 
 
@@ -144,10 +166,13 @@ def linear_cross_entropy(
     labels: torch.Tensor,
     shares_PKJ: torch.Tensor | None = None,
     chunk: int | None = None,
+    *,
+    change: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Summed cross-entropy (nats, fp32 [K]) of softmax(x Wᵀ + b) against labels [P, K]; IGNORE labels are skipped.
 
-    `weight` is [C, D] for all heads or [K, C, D], `bias` likewise. With `shares_PKJ` (fp32) the labels are [P, K, J],
+    `weight` is [C, D] for all heads or [K, C, D], `bias` likewise. `change`, low [K, P, R] and up [K, C, R], adds
+    low upᵀ to each head's logits. With `shares_PKJ` (fp32) the labels are [P, K, J],
     each with its share of the target's mass; what a position's shares lack of 1 teaches nothing. Positions without a
     label are left out of the product. The gradient can be taken once.
     """
@@ -156,8 +181,12 @@ def linear_cross_entropy(
         shares_PKJ = torch.ones(labels.shape, device=labels.device)
     if chunk is None:
         # Small enough for a core's cache, unless every chunk adds to a gradient as large as the weight.
-        chunk = 2048 if x_KPD.is_cuda else 512 if weight.requires_grad else 128
-    total_K: torch.Tensor = _LinearCrossEntropy.apply(x_KPD, weight, bias, labels, shares_PKJ, chunk)  # type: ignore
+        adds = weight.requires_grad or change is not None
+        chunk = 2048 if x_KPD.is_cuda else 512 if adds else 128
+    low_KPR, up_KCR = change or (None, None)
+    total_K: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x_KPD, weight, bias, labels, shares_PKJ, chunk, low_KPR, up_KCR
+    )
     return total_K
 
 

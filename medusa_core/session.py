@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medusa_core import acceptance
-from medusa_core.acceptance import Accepted
+from medusa_core.acceptance import Accepted, Draft
 from medusa_core.backbone import PREFILL_TOKENS
 from medusa_core.errors import InputError
 from medusa_core.portfolio import Portfolio
@@ -141,28 +141,26 @@ class DecodingSession:
             row.generation.ttft_s = seconds
         return [self._emit(row, [root]) for row, root in zip(added, emitted, strict=True)]
 
-    def _draft(self, tree: Tree) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def _draft(self, tree: Tree) -> tuple[torch.Tensor, dict[int, Draft]]:
         """Tokens of every node, [B, N]: the root, then each node's rank among its head's candidates.
 
-        Rows that accept by rejection get draws from the heads instead; their distributions [1, K, V] by row.
+        Rows that accept by rejection get draws from the heads instead; what they were drawn from, by row.
         """
         root_B1 = self._root_B[: self.active, None]
         if tree.is_off:
             return root_B1, {}
         drafter, hidden_BD = self.engine.drafter, self._hidden_BD
         assert drafter is not None and hidden_BD is not None
-        layout = tree.on(self.engine.device)
-        top_BKW = drafter.top_tokens(hidden_BD[: self.active], num_heads=tree.depth, width=tree.width)
-        tokens_BN = torch.cat([root_B1, top_BKW[:, layout.depths_N[1:] - 1, layout.ranks_N[1:]]], 1)
-        drafts: dict[int, torch.Tensor] = {}
+        tokens_BN = drafter.likeliest(hidden_BD[: self.active], self._root_B[: self.active], tree)
+        drafts: dict[int, Draft] = {}
         for index, row in enumerate(self.rows):
             if row.drafts_at_random:
                 one = slice(index, index + 1)
-                drafts[index] = drafter.probabilities(
-                    hidden_BD[one], num_heads=tree.depth, temperature=row.params.temperature
-                )
+                distributions = drafter.distributions(hidden_BD[one], tree, row.params.temperature)
                 uniform_1N = row.draws(tree.nodes, tokens_BN.device)[None]
-                tokens_BN[one] = acceptance.draw_children(self._root_B[one], drafts[index], tree, uniform_1N)
+                tokens_BN[one], drafts[index] = acceptance.draw_children(
+                    self._root_B[one], distributions, tree, uniform_1N
+                )
         return tokens_BN, drafts
 
     def _verify(self, tokens_BN: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +174,7 @@ class DecodingSession:
         logits_BNV: torch.Tensor,
         rows: Sequence[Row],
         tree: Tree,
-        drafts: dict[int, torch.Tensor],
+        drafts: dict[int, Draft],
     ) -> Accepted:
         """The path each row keeps: all greedy rows at once, then the others one by one."""
         choosing: dict[int, Accepted] = {}
@@ -192,7 +190,7 @@ class DecodingSession:
         return _stacked([choosing.get(index) or _row_of(greedy, index) for index in range(len(rows))])
 
     def _accept_one(
-        self, row: Row, tokens_1N: torch.Tensor, logits_1NV: torch.Tensor, tree: Tree, draft: torch.Tensor | None
+        self, row: Row, tokens_1N: torch.Tensor, logits_1NV: torch.Tensor, tree: Tree, draft: Draft | None
     ) -> Accepted:
         params, device = row.params, tokens_1N.device
         layout = tree.on(device)

@@ -1,7 +1,7 @@
 """Candidate trees: which ranks of which heads are verified together (paper sections 2.1.2 and 2.3.3).
 
 A tree is a set of paths (i_1, ..., i_l), where i_j is a rank in head j. It knows nothing of tokens, models or devices.
-Legend: N nodes (the choices plus the root).
+Legend: N nodes (the choices plus the root), M nodes of one depth that have children, X their children, A path length.
 """
 
 from __future__ import annotations
@@ -21,11 +21,26 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Level:
+    """The parents of one depth and their children, all of the next depth, in node order.
+
+    The nodes on the way from the root to each parent, [M, A]; of each child its parent's place among these and its
+    rank, [X]; and how many ranks are in use.
+    """
+
+    paths_MA: torch.Tensor
+    parents_X: torch.Tensor
+    ranks_X: torch.Tensor
+    width: int
+
+
+@dataclass(frozen=True)
 class TreeTensors:
     """A tree's layout on one device, which is all that drafting, verifying and accepting read.
 
     Depth, rank and parent of each node (the root's parent is itself), visibility [N, N] bool, the same as ancestor
-    words [N, W] int64, and the node at each depth on the way to each node, [N, A] with A = depth + 1.
+    words [N, W] int64, and the node at each depth on the way to each node, [N, A] with A = depth + 1; and the same tree
+    as one level for each depth of parents.
     """
 
     depths_N: torch.Tensor
@@ -34,6 +49,7 @@ class TreeTensors:
     ancestors_NN: torch.Tensor
     words_NW: torch.Tensor
     paths_NA: torch.Tensor
+    levels: tuple[Level, ...]
 
 
 @dataclass(frozen=True)
@@ -134,8 +150,27 @@ class Tree:
 @lru_cache(maxsize=256)
 def _tensors(tree: Tree, device: torch.device) -> TreeTensors:
     parents_N = torch.tensor(tree.parents).clamp(min=0)
-    layout = (tree.depths_N, tree.ranks_N, parents_N, tree.ancestors_NN, tree.words_NW, tree.paths_ND)
-    return TreeTensors(*(tensor.to(device) for tensor in layout))
+    return TreeTensors(
+        depths_N=tree.depths_N.to(device),
+        ranks_N=tree.ranks_N.to(device),
+        parents_N=parents_N.to(device),
+        ancestors_NN=tree.ancestors_NN.to(device),
+        words_NW=tree.words_NW.to(device),
+        paths_NA=tree.paths_ND.to(device),
+        levels=tuple(_level(tree, parents_N, depth, device) for depth in range(tree.depth)),
+    )
+
+
+def _level(tree: Tree, parents_N: torch.Tensor, depth: int, device: torch.device) -> Level:
+    children = tree.depths_N == depth + 1
+    parents_M, parents_X = parents_N[children].unique(return_inverse=True)
+    ranks_X = tree.ranks_N[children]
+    return Level(
+        paths_MA=tree.paths_ND[parents_M, : depth + 1].to(device),
+        parents_X=parents_X.to(device),
+        ranks_X=ranks_X.to(device),
+        width=int(ranks_X.max()) + 1,
+    )
 
 
 OFF = Tree(())

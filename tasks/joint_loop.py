@@ -207,8 +207,8 @@ class _Run(RankRun):
                 # A shared projection is the LM head's own rows, as they are now.
                 heads.projection.weight_CD.copy_(lm_head_rows(output, heads.vocab_map_C))
         own = [
-            (tally(heads, hidden_PD, labels_PK, self.device, self.dtype), quality)
-            for hidden_PD, labels_PK, quality in mine
+            (tally(heads, hidden_PD, labels_PK, path_PK, self.device, self.dtype), quality)
+            for hidden_PD, labels_PK, path_PK, quality in mine
         ]
         # Figures and not hidden states: under NCCL what is gathered goes through the GPU's memory.
         every: list[Any] = [None] * self.world
@@ -218,8 +218,11 @@ class _Run(RankRun):
         measured = {"epoch": epoch, "step": self.step, "quality": summarize(qualities)}
         self.evaluations.append(evaluation_of(tallies) | measured)
 
-    def _measured(self, group: list[Conversation]) -> list[tuple[torch.Tensor, torch.Tensor, ConversationQuality]]:
-        """Of every conversation: hidden states [P, D], labels [P, K], and how far the backbone has moved on it."""
+    def _measured(
+        self, group: list[Conversation]
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, ConversationQuality]]:
+        """Of every conversation: hidden states [P, D], labels and true tokens [P, K], and how far the backbone has
+        moved on it."""
         objective = self.objective
         batch = Batch.of(group, num_heads=objective.heads.num_heads, device=self.device)
         hidden_PD = objective.hidden(batch)
@@ -228,7 +231,7 @@ class _Run(RankRun):
         for row in range(len(group)):
             own = batch.row_P == row
             quality = compare(was_PV[own], now_PV[own], batch.next_P[own])
-            found.append((hidden_PD[own].cpu(), batch.labels_PK[own].cpu(), quality))
+            found.append((hidden_PD[own].cpu(), batch.labels_PK[own].cpu(), batch.path_PK[own].cpu(), quality))
         return found
 
     def _original_logits(self, batch: Batch) -> torch.Tensor:

@@ -20,7 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from infra.errors import UserError
 from medusa_core.adapters import lm_head_rows
 from medusa_core.heads import MedusaHeads
-from medusa_core.losses import divergence, head_labels, head_weights, lumped_divergence, weighted_loss
+from medusa_core.losses import (
+    divergence,
+    head_labels,
+    head_weights,
+    lumped_divergence,
+    path_tokens,
+    weighted_loss,
+)
 
 Teacher = Literal["adapter_off", "top_k", "data"]
 # Positions whose logits exist at a time, forward and backward.
@@ -75,6 +82,11 @@ class Batch:
         teacher, targets = joined([c.teacher for c in conversations]), joined([c.targets for c in conversations])
         moved = (t.to(device) for t in (tokens, row_P, column_P, tokens[row_P, column_P + 1], torch.cat(labels)))
         return cls(*moved, teacher, targets)
+
+    @property
+    def path_PK(self) -> torch.Tensor:
+        """The true tokens t + 1 .. t + K at each position."""
+        return path_tokens(self.next_P, self.labels_PK)
 
     @property
     def learnt(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -140,7 +152,7 @@ class JointObjective(nn.Module):
         if not self.heads.projection.own:
             rows_CD = lm_head_rows(self.backbone.get_output_embeddings(), self.heads.vocab_map_C)
         labels, shares_PKJ = batch.learnt
-        sums_K, _ = self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)
+        sums_K, _ = self.heads.losses(hidden_PD, labels, batch.path_PK, lm_weight_CD=rows_CD, shares_PKJ=shares_PKJ)
         heads = weighted_loss(sums_K, counts_K, self.weights_K.float())
         shown = lm.detach() if self.lm_weight else lm.new_tensor(float("nan"))
         return self.lm_weight * lm + heads_share * heads, shown, heads.detach()

@@ -15,6 +15,10 @@ from tasks.quality import MEASURES
 
 # Who a candidate is measured against: what is served, and the fastest there ever was on this backbone.
 CHAMPION, BEST = "champion", "best"
+# And what is shown, but never decided on: heads of another kind that learnt from the same data.
+OTHER_KIND = "other_kind"
+# As a reader is told.
+ROLES = {CHAMPION: "the champion", BEST: "the best so far", OTHER_KIND: "of another kind"}
 
 
 class PublishConfig(BaseModel):

@@ -26,12 +26,15 @@ from tasks.quality import QUALITY
 from tasks.rivals import (
     CANDIDATE,
     DECISION,
+    HEADS_KIND,
     MEASURED_AGAINST,
     STRENGTH,
+    TRAINED_ON,
     Rival,
     Serving,
     candidate_digest,
     strength_after,
+    trained_on,
 )
 from tasks.version_files import check_version
 
@@ -99,6 +102,7 @@ def publish(
         check_version(staged)
         tags = {ARTIFACT_KEY: key, **serving.tags, **summary_tags(report)}
         tags |= identity_tags(original, run_config) | {CANDIDATE: candidate_digest(heads, tree)}
+        tags[TRAINED_ON] = trained_on(heads)
         tags[ARTIFACTS] = " ".join(artifact_names(came_from))
         against = {rival.role: rival.version for rival in rivals}
         tags |= {tag: against.get(role, "") for role, tag in MEASURED_AGAINST.items()}
@@ -193,7 +197,9 @@ def summary_tags(report: Mapping[str, Any]) -> dict[str, str]:
         "backbone": part(report, "backbone").get("name"),
         "device": part(report, "device").get("name"),
         "dtype": speedup.get("dtype"),
-        "heads": heads.get("kind"),
+        HEADS_KIND: heads.get("kind"),
+        "heads_block": heads.get("block"),
+        "heads_lm_head": heads.get("lm_head"),
         "tree_nodes": tree.get("nodes"),
         "speedup_vs_transformers": part(speedup, "vs_transformers").get("value"),
         "speedup_vs_plain": part(speedup, "vs_plain").get("value"),

@@ -64,7 +64,10 @@ def ranks(
                     [shard], num_heads=trained.num_heads, hidden_size=info.hidden_size, dtype=dtype, live=live
                 )
                 rank_PK = trained.ranks(
-                    positions.hidden_PD.to(device), positions.labels_PK.to(device), width=config.max_rank
+                    positions.hidden_PD.to(device),
+                    positions.labels_PK.to(device),
+                    positions.path_PK.to(device),
+                    width=config.max_rank,
                 )
                 tables.append(_table(positions.samples, positions.sample_P, positions.position_P, rank_PK.cpu()))
                 progress.advance(1)

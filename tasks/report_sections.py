@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks import report_plots as plots
+from tasks.promotion import ROLES
 from tasks.report_plots import Bar
 from tasks.report_runs import PARTS, bounds, chosen_run, groups, peer, rates, run_label, runs, step_parts
 from tasks.report_style import MISSING, figure, items, number, part, short, text
-from tasks.report_tables import facts, legend, pipeline, section, settings, titled, two
+from tasks.report_tables import facts, legend, pipeline, section, settings, table, titled, two
 
 Report = Mapping[str, Any]
 
@@ -21,8 +22,8 @@ _AGAINST = {"vs_transformers": "vs transformers generate", "vs_plain": "vs plain
 
 def all_sections(report: Report) -> list[str]:
     """In reading order: result, why, proof, parts, settings."""
-    makers = (_speed, _step, _categories, _lossless, _heads, _tree, _rivals, _retraining, _quality, pipeline, settings)
-    return [maker(report) for maker in makers]
+    results = (_speed, _step, _categories, _lossless, _heads, _kinds, _tree, _rivals, _retraining, _quality)
+    return [maker(report) for maker in (*results, pipeline, settings)]
 
 
 def speed_plots(report: Report) -> list[tuple[str, str]]:
@@ -159,6 +160,48 @@ def _heads(report: Report) -> str:
     return section("Heads", setup, two(chart, titled("training loss", loss)))
 
 
+def _kinds(report: Report) -> str:
+    """This version's heads beside registered ones of another kind, block or LM head that learnt from the same data."""
+    own = part(report, "heads")
+    rivals = [(role, part(report, role)) for role in ROLES]
+    others = [
+        (role, rival)
+        for role, rival in rivals
+        if rival.get("same_data") and _layout(part(rival, "heads")) != _layout(own) and part(rival, "heads")
+    ]
+    if not others:
+        return ""
+    rows = [_kind("this version", own, chosen_run(report), "")]
+    for role, rival in others:
+        ratio = part(rival, "ratio")
+        low, high = bounds(ratio.get("ci95"))
+        words = f"{figure(ratio.get('value'), 2)}×" + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
+        rows.append(_kind(text(rival.get("version")), part(rival, "heads"), peer(report, role), words))
+    head = ("", "heads", "parameters", "first choice right", "tokens/step", "draft", "tokens/s", "this one is")
+    lead = "Heads of different make that learnt from the same data, decoding the same prompts in the same run."
+    return section("Kinds of heads side by side", lead, table(head, rows, right={2, 4, 5, 6, 7}))
+
+
+def _layout(heads: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(heads.get(name) for name in ("kind", "block", "lm_head"))
+
+
+def _kind(name: str, heads: Mapping[str, Any], run: Mapping[str, Any], ratio: str) -> list[str]:
+    right = " ".join(_percent(number(value)) for value in items(heads, "top1"))
+    made = ", ".join(text(part) for part in _layout(heads))
+    per_step, draft = figure(run.get("tokens_per_step"), 2), f"{figure(run.get('draft_ms'), 1)} ms"
+    return [
+        name,
+        made,
+        short(heads.get("parameters")),
+        right,
+        per_step,
+        draft,
+        figure(run.get("tokens_per_second"), 1),
+        ratio,
+    ]
+
+
 def _tree(report: Report) -> str:
     tree = part(report, "tree")
     if not tree:
@@ -193,7 +236,7 @@ def _curves(tree: Mapping[str, Any], nodes: float | None) -> str:
 
 def _rivals(report: Report) -> str:
     rows = []
-    for role, words in (("champion", "the champion"), ("best", "the best so far")):
+    for role, words in ROLES.items():
         rival = part(report, role)
         rows += [
             (f"{rival.get('version')}, {words}", value, low, high)

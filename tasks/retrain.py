@@ -22,7 +22,7 @@ from tasks.distill import shard_paths as distill_shards
 from tasks.ranks import conversation_names, read_ranks
 from tasks.stage import Context, dtype_of
 from tasks.teacher import shard_paths as teacher_shards
-from tasks.train_loop import evaluation_of, tally
+from tasks.train_loop import evaluation_of, tally_positions
 from tasks.training_data import live_hidden, load_positions, pair_shards
 
 KIND, STAGE_VERSION = "heads", 1
@@ -99,7 +99,7 @@ def adopt(
             live=None if held_out_teacher.config["hidden"] else live_hidden(model),
         )
         with torch.inference_mode():
-            measured = evaluation_of([tally(heads, held_out.hidden_PD, held_out.labels_PK, device, dtype)])
+            measured = evaluation_of([tally_positions(heads, held_out, device, dtype)])
         write_json(partial / "evaluation.json", {"final": measured, "epochs": []})
         return {"positions": measured["held_out_positions"]}
 

@@ -33,10 +33,15 @@ class _Objective(nn.Module):
         self.register_buffer("weights_K", head_weights(heads.num_heads, decay), persistent=False)
 
     def forward(
-        self, hidden_PD: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor | None, counts_K: torch.Tensor
+        self,
+        hidden_PD: torch.Tensor,
+        path_PK: torch.Tensor,
+        labels: torch.Tensor,
+        shares: torch.Tensor | None,
+        counts_K: torch.Tensor,
     ) -> torch.Tensor:
         """Σ_k λ_k · (sum over this rank's positions) / counts_K."""
-        sums_K, _ = self.heads.losses(hidden_PD, labels, shares_PKJ=shares)
+        sums_K, _ = self.heads.losses(hidden_PD, labels, path_PK, shares_PKJ=shares)
         return weighted_loss(sums_K, counts_K, self.weights_K.float())
 
 
@@ -149,9 +154,10 @@ class _Run(RankRun):
         parts += [index_P[:0]] * (self.config["accumulation"] - len(parts))
         for part in parts:
             hidden_PD = positions.hidden_PD[part].to(self.device, self.dtype)
+            path_PK = positions.path_PK[part].to(self.device)
             target = labels[part].to(self.device, torch.int64)
             weight = None if shares is None else shares[part].to(self.device)
-            value = self.engine(hidden_PD, target, weight, counts_K)
+            value = self.engine(hidden_PD, path_PK, target, weight, counts_K)
             self.engine.backward(value)
             self.engine.step()
             loss += float(value.detach())
@@ -183,7 +189,7 @@ class _Run(RankRun):
         )
         # A copy: under ZeRO-3 the heads themselves would ask the other ranks for what they hold.
         heads = self.heads.detached()
-        return evaluation_of([tally(heads, held_out.hidden_PD, held_out.labels_PK, self.device, self.dtype)])
+        return evaluation_of([tally_positions(heads, held_out, self.device, self.dtype)])
 
     def _finish(self) -> None:
         with whole(self.heads.parameters()):
@@ -207,18 +213,29 @@ class Tally:
     rank_PK: torch.Tensor
 
 
+def tally_positions(heads: MedusaHeads, positions: Positions, device: Any, dtype: torch.dtype) -> Tally:
+    """`tally` of loaded positions."""
+    return tally(heads, positions.hidden_PD, positions.labels_PK, positions.path_PK, device, dtype)
+
+
 @torch.no_grad()
 def tally(
-    heads: MedusaHeads, hidden_PD: torch.Tensor, labels_PK: torch.Tensor, device: Any, dtype: torch.dtype
+    heads: MedusaHeads,
+    hidden_PD: torch.Tensor,
+    labels_PK: torch.Tensor,
+    path_PK: torch.Tensor,
+    device: Any,
+    dtype: torch.dtype,
 ) -> Tally:
     """Runs heads over positions, some thousands at a time."""
     sums, counts, ranks = torch.zeros(heads.num_heads), torch.zeros(heads.num_heads), []
     for index in torch.arange(len(labels_PK)).split(4096):
-        hidden, labels = hidden_PD[index].to(device, dtype), labels_PK[index].to(device)
-        part_sums, part_counts = heads.losses(hidden, labels)
+        hidden = hidden_PD[index].to(device, dtype)
+        labels, path = labels_PK[index].to(device), path_PK[index].to(device)
+        part_sums, part_counts = heads.losses(hidden, labels, path)
         sums += part_sums.float().cpu()
         counts += part_counts.cpu()
-        ranks.append(heads.ranks(hidden, labels, width=min(TOPS[-1], len(heads.vocab_map_C))).cpu())
+        ranks.append(heads.ranks(hidden, labels, path, width=min(TOPS[-1], len(heads.vocab_map_C))).cpu())
     return Tally(sums, counts, torch.cat(ranks) if ranks else torch.empty(0, heads.num_heads, dtype=torch.int64))
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from infra.errors import UserError
-from medusa_core.losses import IGNORE, head_labels
+from medusa_core.losses import IGNORE, head_labels, path_tokens
 from medusa_core.tap import HiddenTap, read_hidden
 from tasks.teacher import TOP_K, positions_of, unpack_hidden
 
@@ -28,10 +28,11 @@ HiddenSource = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class Positions:
     """Rows that train or evaluate heads. sample_P numbers the answers, position_P their tokens; `targets` are tokens
-    [P, K, J] with their shares, where heads learn distributions."""
+    [P, K, J] with their shares, where heads learn distributions; path_PK are the true tokens t + 1 .. t + K."""
 
     hidden_PD: torch.Tensor
     labels_PK: torch.Tensor
+    path_PK: torch.Tensor
     sample_P: np.ndarray
     position_P: np.ndarray
     samples: list[dict[str, object]]
@@ -64,7 +65,7 @@ def load_positions(
 ) -> Positions:
     """All positions of the shards in order. `live` computes hidden states where the teacher kept none; `soft` adds what
     the teacher said at the labels' places."""
-    hidden, labels, sample, position, samples, targets = [], [], [], [], [], []
+    hidden, labels, paths, sample, position, samples, targets = [], [], [], [], [], [], []
     columns = ["sample_id", "positions", "hidden", *(TOP_K if soft else ())]
     for distill_path, teacher_path in shards:
         rows = pq.read_table(distill_path).to_pylist()
@@ -79,6 +80,8 @@ def load_positions(
             labels_TK = head_labels(input_ids_T, torch.tensor(row["loss_mask"]), num_heads)
             hidden.append(live(input_ids_T, at_P) if live else unpack_hidden(packed, hidden_size, dtype))
             labels.append(labels_TK[at_P])
+            # The last token has no next one, and no head a label there.
+            paths.append(path_tokens(input_ids_T.roll(-1)[at_P], labels[-1]))
             if top is not None and len(at):
                 ids_PJ, logprobs_PJ = (torch.tensor(kept).view(len(at), -1) for kept in top)
                 targets.append(teacher_targets(labels[-1], at_P, ids_PJ, logprobs_PJ))
@@ -88,6 +91,7 @@ def load_positions(
     return Positions(
         torch.cat(hidden),
         torch.cat(labels),
+        torch.cat(paths),
         np.concatenate(sample),
         np.concatenate(position),
         samples,

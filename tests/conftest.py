@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 from hypothesis import Phase, settings  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: E402
 
-from medusa_core.heads import MedusaHeads  # noqa: E402
+from medusa_core.heads import HeadsConfig, MedusaHeads  # noqa: E402
 from tests import toys  # noqa: E402
 
 torch.set_num_threads(1)
@@ -54,3 +54,9 @@ def toy(toy_dir: Path) -> LlamaForCausalLM:
 def toy_heads(toy: LlamaForCausalLM) -> MedusaHeads:
     """Three heads that draft the toy language well, but not perfectly."""
     return toys.train_heads(toy)
+
+
+@pytest.fixture(scope="session", params=["medusa", "hydra"])
+def heads_of_any_kind(request: pytest.FixtureRequest, toy: LlamaForCausalLM) -> MedusaHeads:
+    """The same of each kind: whatever is promised of decoding holds for both."""
+    return toys.train_heads(toy, HeadsConfig(kind=request.param, num_heads=3, vocab=None))

@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "a shared projection that stays behind the LM head",
         "tasks/joint_objective.py",
-        "self.heads.losses(hidden_PD, labels, rows_CD, shares_PKJ)",
-        "self.heads.losses(hidden_PD, labels, None, shares_PKJ)",
+        "lm_weight_CD=rows_CD, shares_PKJ=shares_PKJ)",
+        "lm_weight_CD=None, shares_PKJ=shares_PKJ)",
         ("tests/tasks/test_joint_objective.py::test_a_shared_projection_learns_with_the_lm_head",),
     ),
     Mutant(

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_core.heads import HeadsConfig, MedusaHeads
-from medusa_core.losses import head_labels, head_weights, weighted_loss
+from medusa_core.losses import head_labels, head_weights, path_tokens, weighted_loss
 
 WORDS = 60
 END, USER, ASSISTANT, UNKNOWN = 60, 61, 62, 63
@@ -166,16 +166,14 @@ def train_heads(
     """Heads trained for a second; they draft well but not perfectly."""
     torch.manual_seed(0)
     config = config or HeadsConfig(num_heads=3, vocab=None)
-    heads = MedusaHeads(
-        config,
-        lm_weight_VD=model.get_output_embeddings().weight.detach(),
-        vocab_map_C=None if vocab_map is None else torch.tensor(vocab_map),
-    )
-    data = [(hidden_states(model, ids), head_labels(ids, mask, config.num_heads)) for ids, mask in conversations(60)]
-    hidden_PD, labels_PK = torch.cat([h for h, _ in data]), torch.cat([y for _, y in data])
+    heads = MedusaHeads.on(model, config, None if vocab_map is None else torch.tensor(vocab_map))
+    answers = conversations(60)
+    hidden_PD = torch.cat([hidden_states(model, ids) for ids, _ in answers])
+    labels_PK = torch.cat([head_labels(ids, mask, config.num_heads) for ids, mask in answers])
+    path_PK = path_tokens(torch.cat([ids.roll(-1) for ids, _ in answers]), labels_PK)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
     for _ in range(steps):
-        loss = weighted_loss(*heads.losses(hidden_PD, labels_PK), head_weights(config.num_heads))
+        loss = weighted_loss(*heads.losses(hidden_PD, labels_PK, path_PK), head_weights(config.num_heads))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -94,6 +94,7 @@ class OracleHeads:
 
     vocab_map_C = torch.arange(VOCAB)
     vocab_size = VOCAB
+    path = None
 
     def __init__(
         self, model: PreTrainedModel, answers: Mapping[tuple[int, ...], Sequence[int]], num_heads: int = 3

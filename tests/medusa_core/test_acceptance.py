@@ -280,8 +280,8 @@ def test_nothing_waits_for_the_device() -> None:
     accept_longest(tokens, choose_greedy(logits), tree)
     choose_sampled(logits[0], temperature=0.7, top_k=5, top_p=0.9, uniform_N=uniform[0])
     accept_typical(tokens, logits, tree, temperature=0.7, epsilon=0.09, delta=0.3)
-    drawn = draw_children(tokens[:, 0], draft, TREE, uniform)
-    accepted = accept_rejection(drawn, logits, draft, TREE, uniform, uniform[:, 0])
+    drawn, drawn_from = draw_children(tokens[:, 0], lambda depth, _: draft[:, depth, None], TREE, uniform)
+    accepted = accept_rejection(drawn, logits, drawn_from, TREE, uniform, uniform[:, 0])
     assert accepted.next_B.shape == (2,)
     with pytest.raises((RuntimeError, NotImplementedError)):
         accepted.next_B.tolist()

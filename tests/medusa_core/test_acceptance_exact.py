@@ -7,6 +7,7 @@ from its own token, and the distribution of two consecutive tokens is known exac
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from scipy import stats
 from medusa_core import acceptance
 from medusa_core.acceptance import (
     Accepted,
+    Distributions,
     accept_longest,
     accept_rejection,
     choose_sampled,
@@ -52,13 +54,17 @@ class Uniforms:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
 
+def blind(draft_KV: torch.Tensor, rows: int) -> Distributions:
+    """Head k's distribution for every parent of depth k."""
+    return lambda depth, _: draft_KV[depth].expand(rows, 1, -1)
+
+
 def rejection_step(tree: Tree, target: torch.Tensor, draft: torch.Tensor, uniforms: Uniforms) -> Step:
     def step(root_B: torch.Tensor) -> tuple[torch.Tensor, Accepted]:
         rows = len(root_B)
-        draft_BKV = draft.expand(rows, -1, -1)
-        tokens_BN = draw_children(root_B, draft_BKV, tree, uniforms(rows, tree.nodes))
+        tokens_BN, drawn_from = draw_children(root_B, blind(draft, rows), tree, uniforms(rows, tree.nodes))
         return tokens_BN, accept_rejection(
-            tokens_BN, target[tokens_BN], draft_BKV, tree, uniforms(rows, tree.nodes), uniforms(rows)
+            tokens_BN, target[tokens_BN], drawn_from, tree, uniforms(rows, tree.nodes), uniforms(rows)
         )
 
     return step
@@ -140,6 +146,29 @@ def test_rejection_sampling_emits_the_target(settings: dict[str, float]) -> None
     assert max(p_values(pairs, target_probabilities(table(), **settings | {"top_k": 3}))) < 1e-12
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_rejection_sampling_is_exact_where_drafts_see_the_path(fault: bool) -> None:
+    """Catches a distribution of another parent's, in the draw or in the acceptance, which must stand out by far."""
+    levels, uniforms = WIDE.on().levels, Uniforms(2)
+    seen = torch.randn(2, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5)).mul(2).softmax(-1)
+    target = target_probabilities(table(), temperature=1.0)
+
+    def after(depth: int, tokens_BN: torch.Tensor) -> torch.Tensor:
+        return seen[depth][tokens_BN[:, levels[depth].paths_MA[:, -1]]]
+
+    def step(root_B: torch.Tensor) -> tuple[torch.Tensor, Accepted]:
+        rows = len(root_B)
+        tokens_BN, draft = draw_children(root_B, after, WIDE, uniforms(rows, WIDE.nodes))
+        if fault:
+            draft = replace(draft, group_N=draft.group_N.clamp(max=1))
+        return tokens_BN, accept_rejection(
+            tokens_BN, target[tokens_BN], draft, WIDE, uniforms(rows, WIDE.nodes), uniforms(rows)
+        )
+
+    found = p_values(two_tokens(step), target)
+    assert min(found) < 1e-12 if fault else min(found) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("tree", "tokens_with_mass"),
     [(OFF, 8), (chain(2), 8), (Tree.from_choices([[i] for i in range(8)]), 8), (WIDE, 2), (WIDE, 1)],
@@ -199,9 +228,7 @@ def test_siblings_are_drawn_in_order_without_replacement() -> None:
     ordered triples of the first family against q1 q2 / (1 - q1) q3 / (1 - q1 - q2), pairs across families as
     independent."""
     draft = drafts(WIDE.depth).double()
-    tokens_BN = draw_children(
-        torch.full((DRAWS,), ROOT), draft.expand(DRAWS, -1, -1), WIDE, Uniforms(5)(DRAWS, WIDE.nodes)
-    )
+    tokens_BN, _ = draw_children(torch.full((DRAWS,), ROOT), blind(draft, DRAWS), WIDE, Uniforms(5)(DRAWS, WIDE.nodes))
     assert bool((tokens_BN[:, 0] == ROOT).all())
     for first, head in ((1, 0), (5, 1)):  # Nodes 1 to 4 are the root's children, 5 to 7 those of node 1.
         triple_B3 = tokens_BN[:, first : first + 3]
@@ -225,7 +252,7 @@ def test_a_surplus_child_repeats_its_first_sibling() -> None:
     draft = torch.zeros(500, 1, VOCABULARY)
     draft[:, 0, [2, 5]] = torch.tensor([0.3, 0.7])
     tree = Tree.from_choices([[i] for i in range(5)])
-    tokens_BN = draw_children(torch.zeros(500, dtype=torch.int64), draft, tree, Uniforms(8)(500, 6))
+    tokens_BN, _ = draw_children(torch.zeros(500, dtype=torch.int64), lambda *_: draft, tree, Uniforms(8)(500, 6))
     assert set(map(tuple, tokens_BN[:, 1:].tolist())) == {(2, 5, 2, 2, 2), (5, 2, 5, 5, 5)}
 
 
@@ -236,9 +263,13 @@ def test_uniforms_at_the_ends_draw_tokens_that_exist() -> None:
     draft[torch.rand(300, 1, 50, generator=generator) < 0.3] = 0.0
     tree = Tree.from_choices([[i] for i in range(10)])
     for uniform in (0.0, 2.0**-60, 0.5, 1.0 - 2.0**-53):
-        tokens_BN = draw_children(
-            torch.zeros(300, dtype=torch.int64), draft, tree, torch.full((300, 11), uniform, dtype=torch.float64)
-        )[:, 1:]
+        tokens_BN, _ = draw_children(
+            torch.zeros(300, dtype=torch.int64),
+            lambda *_: draft,
+            tree,
+            torch.full((300, 11), uniform, dtype=torch.float64),
+        )
+        tokens_BN = tokens_BN[:, 1:]
         assert bool((draft[:, 0].gather(1, tokens_BN) > 0).all())
         # The largest uniform below 1 may round past the end, which counts as a surplus child.
         surplus = torch.arange(10) * (tokens_BN == tokens_BN[:, :1]) > 0

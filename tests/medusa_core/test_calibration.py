@@ -15,7 +15,7 @@ from medusa_core.calibration import JointStatistics, RankTable, accepted_lengths
 from medusa_core.engine import MedusaEngine
 from medusa_core.errors import InputError
 from medusa_core.heads import MedusaHeads
-from medusa_core.losses import head_labels
+from medusa_core.losses import head_labels, path_tokens
 from medusa_core.sampling import SamplingParams
 from medusa_core.tree import OFF, Tree, cartesian, chain
 from tests import toys
@@ -173,11 +173,13 @@ def test_a_tree_that_the_table_cannot_judge_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tree", [OFF, chain(3), cartesian([2, 1]), Tree.from_choices([[0], [1], [2], [1, 0], [0, 1]])])
-def test_the_walk_is_what_the_engine_measures(toy: LlamaForCausalLM, toy_heads: MedusaHeads, tree: Tree) -> None:
+def test_the_walk_is_what_the_engine_measures(
+    toy: LlamaForCausalLM, heads_of_any_kind: MedusaHeads, tree: Tree
+) -> None:
     """Catches any shift between labels, ranks, walk and engine: tokens per step must agree exactly, per prompt."""
     rng = random.Random(3)
     prompts = [toys.prompt_ids([rng.randrange(toys.WORDS) for _ in range(rng.randrange(1, 4))]) for _ in range(12)]
-    engine = MedusaEngine(toy, toy_heads, tree)
+    engine = MedusaEngine(toy, heads_of_any_kind, tree)
     answers = engine.generate(prompts, SamplingParams(64), batch=1)
     engine.close()
     ranks, conversation, position = [], [], []
@@ -185,8 +187,9 @@ def test_the_walk_is_what_the_engine_measures(toy: LlamaForCausalLM, toy_heads: 
         ids = torch.tensor(prompt + answer.tokens)
         mask = torch.arange(len(ids)) >= len(prompt)
         at = mask[1:].nonzero()[:, 0]
-        labels = head_labels(ids, mask, toy_heads.num_heads)[at]
-        ranks.append(toy_heads.ranks(toys.hidden_states(toy, ids)[at], labels, width=4).numpy())
+        labels = head_labels(ids, mask, heads_of_any_kind.num_heads)[at]
+        path, hidden = path_tokens(ids.roll(-1)[at], labels), toys.hidden_states(toy, ids)[at]
+        ranks.append(heads_of_any_kind.ranks(hidden, labels, path, width=4).numpy())
         conversation += [index] * len(at)
         position += at.tolist()
     walked = walk(tree, RankTable(np.concatenate(ranks), np.array(conversation), np.array(position), 4))

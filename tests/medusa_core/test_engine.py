@@ -35,8 +35,8 @@ def reference(toy_dir: Path) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def engine(toy: LlamaForCausalLM, toy_heads: MedusaHeads) -> Iterator[MedusaEngine]:
-    engine = MedusaEngine(toy, toy_heads, TREE)
+def engine(toy: LlamaForCausalLM, heads_of_any_kind: MedusaHeads) -> Iterator[MedusaEngine]:
+    engine = MedusaEngine(toy, heads_of_any_kind, TREE)
     yield engine
     engine.close()
 
@@ -245,13 +245,13 @@ def test_greedy_and_sampled_requests_share_a_batch(engine: MedusaEngine) -> None
 
 @pytest.mark.parametrize("acceptance", ["exact", "rejection"])
 def test_sampling_with_a_tree_follows_the_target_distribution(
-    toy_heads: MedusaHeads, reference: LlamaForCausalLM, acceptance: Acceptance
+    heads_of_any_kind: MedusaHeads, reference: LlamaForCausalLM, acceptance: Acceptance
 ) -> None:
     """Catches acceptance that favours drafted tokens: triples of tokens against the exact product of conditionals
     (chi-square). A step from the root covers the second and third token, so both accepted and refused ones count."""
     temperature, draws = 1.5, 3000
     model, tree = copy.deepcopy(reference), cartesian([3, 2])
-    engine = MedusaEngine(model, toy_heads, tree, eos_token_ids=[])
+    engine = MedusaEngine(model, heads_of_any_kind, tree, eos_token_ids=[])
     prompt = toys.prompt_ids([8])
     params = [SamplingParams(3, temperature=temperature, seed=seed, acceptance=acceptance) for seed in range(draws)]
     answers = engine.generate([prompt] * draws, params, batch=100)
@@ -373,9 +373,10 @@ def test_a_tree_that_the_heads_cannot_draft_is_refused(
         engine.session(rows=1, slots=50, tree=Tree.from_choices([[64]]))
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_a_truncated_vocabulary_drafts_real_tokens(
-    toy: LlamaForCausalLM, reference: LlamaForCausalLM, lm_head: str
+    toy: LlamaForCausalLM, reference: LlamaForCausalLM, kind: str, lm_head: str
 ) -> None:
     """Catches head indices used as token ids: lossless all the same, but then nothing is ever accepted."""
     vocab_map = [*range(toys.WORDS - 1, 9, -1), toys.END]
@@ -384,7 +385,8 @@ def test_a_truncated_vocabulary_drafts_real_tokens(
             "num_heads": 3,
             "vocab": len(vocab_map),
             "lm_head": lm_head,
-            "block": "mlp" if lm_head == "shared" else "paper",
+            "block": "paper" if lm_head == "own" else "mlp",
+            "kind": kind,
         }
     )
     heads = toys.train_heads(toy, config, vocab_map=vocab_map)
@@ -397,9 +399,9 @@ def test_a_truncated_vocabulary_drafts_real_tokens(
     assert sum(len(a.tokens) - 1 for a in answers) / sum(a.steps for a in answers) > 1.5
 
 
-def test_packed_layers_answer_the_same(toy_heads: MedusaHeads, reference: LlamaForCausalLM) -> None:
+def test_packed_layers_answer_the_same(heads_of_any_kind: MedusaHeads, reference: LlamaForCausalLM) -> None:
     """Catches a reordered weight that is read in its old order, or a layer left out."""
-    engine = MedusaEngine(copy.deepcopy(reference), toy_heads, TREE, pack=True)
+    engine = MedusaEngine(copy.deepcopy(reference), heads_of_any_kind, TREE, pack=True)
     prompts = [toys.prompt_ids([w]) for w in range(0, toys.WORDS, 7)]
     answers: Sequence[list[int]] = [a.tokens for a in engine.generate(prompts, SamplingParams(64), batch=3)]
     assert answers == [plain(reference, p, 64) for p in prompts]

@@ -102,7 +102,7 @@ def test_a_truncated_vocabulary_names_the_right_tokens() -> None:
     allowed = torch.full((VOCAB,), float("-inf"))
     allowed[mapped] = 0.0
     expected = (logits + allowed).topk(4, dim=-1).indices
-    top = heads.top_tokens(hidden, num_heads=2, width=4)
+    top = heads.ranked(heads(hidden), 4)
     assert top.shape == (6, 2, 4)
     assert torch.equal(top[:, 0], expected)
     assert torch.equal(top[:, 1], expected)
@@ -120,7 +120,7 @@ def test_ranks_agree_with_the_tokens_drafted() -> None:
     labels = torch.randint(VOCAB, (700, 2))
     labels[::5, 1] = IGNORE
     ranks = heads.ranks(hidden, labels, width=4, chunk=256)
-    top = heads.top_tokens(hidden, num_heads=2, width=4)
+    top = heads.ranked(heads(hidden), 4)
     known = set(mapped.tolist())
     outcomes = set()
     for p, k in itertools.product(range(700), range(2)):
@@ -138,7 +138,7 @@ def test_fewer_heads_are_the_first_ones() -> None:
     with torch.no_grad():
         heads.blocks[0].weight.normal_()
     hidden = torch.randn(4, HIDDEN)
-    torch.testing.assert_close(heads(hidden, 2), heads(hidden)[:2])
+    torch.testing.assert_close(heads(hidden, num_heads=2), heads(hidden)[:2])
 
 
 def test_training_cannot_touch_a_shared_lm_head() -> None:
@@ -201,7 +201,7 @@ def test_a_vocabulary_as_large_as_the_backbones_needs_no_map() -> None:
     assert heads.vocab_map_C.tolist() == list(range(VOCAB))
 
 
-@pytest.mark.parametrize("wrong", [{"kind": "hydra"}, {"num_heads": 0}, {"num_layers": 0}, {"blocks": 2}, {"vocab": 0}])
+@pytest.mark.parametrize("wrong", [{"kind": "eagle"}, {"num_heads": 0}, {"num_layers": 0}, {"blocks": 2}, {"vocab": 0}])
 def test_a_bad_configuration_is_refused(wrong: dict[str, object]) -> None:
     """Catches misspelt keys that would silently mean the default."""
     with pytest.raises(ValidationError):

@@ -144,6 +144,30 @@ def test_shares_of_a_target_are_the_plain_soft_cross_entropy(chunk: int) -> None
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_change_of_low_rank_is_the_plain_one(chunk: int, frozen: bool) -> None:
+    """Catches a change left out of the gradient of what it reads, rows or heads mixed up, and a factor lost."""
+    x, weight, bias, labels = random_case(3)
+    generator = torch.Generator().manual_seed(4)
+    low, up = (torch.randn(2, n, 3, generator=generator, dtype=torch.float64) for n in (23, 11))
+    ours, plain = ([t.clone().requires_grad_() for t in (x, low, up)] for _ in range(2))
+    weights = [weight.clone().requires_grad_(not frozen) for _ in range(2)]
+    value = linear_cross_entropy(ours[0], weights[0], bias, labels, chunk=chunk, change=(ours[1], ours[2]))
+    logits = plain[0] @ weights[1].T + bias + plain[1] @ plain[2].mT
+    expected = torch.stack(
+        [F.cross_entropy(logits[k], labels[:, k], ignore_index=IGNORE, reduction="sum") for k in range(2)]
+    )
+    torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
+    factors = torch.tensor([0.37, 1.9])
+    (value * factors).sum().backward()
+    (expected * factors).sum().backward()
+    for mine, theirs in zip([*ours, weights[0]], [*plain, weights[1]], strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-5, atol=2e-6)
+
+
 def test_bf16_gradients_come_back_in_the_dtype_of_their_tensors() -> None:
     """Catches a sum accumulated in bf16: 23 rows in chunks of 1 must still be as exact as one product."""
     x, weight, bias, labels = random_case(1, torch.bfloat16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -25,15 +26,12 @@ def objective(
     *,
     learnt: bool = True,
     config: PreTrainedConfig | None = None,
-    shared: bool = False,
+    layout: HeadsConfig | None = None,
 ) -> JointObjective:
     """A tiny model with an adapter that has moved it (or has not), and two heads."""
     model = tiny(config or chaotic_config(tie_word_embeddings=True), torch.float32)
     untie(model)
-    heads = MedusaHeads(
-        HeadsConfig(num_heads=2, vocab=None, lm_head="shared" if shared else "own"),
-        lm_weight_VD=model.get_output_embeddings().weight.detach(),
-    )
+    heads = MedusaHeads.on(model, layout or HeadsConfig(num_heads=2, vocab=None))
     adapted = add_lora(model, rank=4, alpha=8, dropout=0.0)
     torch.manual_seed(0)
     for name, parameter in adapted.named_parameters():
@@ -125,13 +123,34 @@ def test_a_micro_batch_without_labels_gives_zero_and_reaches_the_same_parameters
     assert reached(given.empty()) == reached(given) != set()
 
 
-def test_a_shared_projection_learns_with_the_lm_head() -> None:
+@pytest.mark.parametrize("lm_head", ["shared", "low_rank"])
+def test_a_shared_projection_learns_with_the_lm_head(lm_head: Literal["shared", "low_rank"]) -> None:
     """Catches heads trained against the LM head that the backbone had, where it is the LM head of today they share."""
-    joint, given = objective(shared=True), batch(conversation(1, 4, 9))
+    layout = HeadsConfig(num_heads=2, vocab=None, lm_head=lm_head)
+    joint, given = objective(layout=layout), batch(conversation(1, 4, 9))
     before = losses(joint, given)[2]
     output = joint.backbone.get_output_embeddings()
     output.lora_B["default"].weight.data *= 3
     assert losses(joint, given)[2] != pytest.approx(before, rel=1e-3)
+
+
+def test_heads_that_see_the_path_see_the_true_one() -> None:
+    """Catches a path of another conversation's, or shifted: the loss must be that of each position by itself."""
+    joint = objective(layout=HeadsConfig(kind="hydra", num_heads=2, vocab=None, block="mlp"))
+    for parameter in joint.heads.parameters():
+        parameter.data.normal_(std=0.2)
+    some = [conversation(1, 4, 9), conversation(2, 3, 5)]
+    expected = 0.0
+    for one in some:
+        hidden = joint.hidden(batch(one))
+        for row, t in enumerate(one.position_P.tolist()):
+            for head in range(2):
+                if t + head + 2 < len(one.input_ids_T):
+                    path = torch.nn.functional.pad(one.input_ids_T[t + 1 : t + 2 + head], (0, 1 - head))
+                    logits = joint.heads(hidden[row : row + 1], path[None])[head, 0]
+                    share = 0.8 ** (head + 1) / float(COUNTS[head])
+                    expected -= share * float(logits.log_softmax(-1)[one.input_ids_T[t + head + 2]])
+    assert losses(joint, batch(*some))[2] == pytest.approx(expected, rel=1e-4)
 
 
 GEMMA2 = hf.Gemma2Config(

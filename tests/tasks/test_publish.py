@@ -22,7 +22,7 @@ from infra.errors import UserError
 from infra.registry import Registry
 from medusa_core.checkpoint import HeadsFile
 from medusa_core.heads import HeadsConfig
-from tasks.promotion import BEST, CHAMPION, PublishConfig, decide
+from tasks.promotion import BEST, CHAMPION, OTHER_KIND, PublishConfig, decide
 from tasks.publish import PublishResult, publish, recipe_digest, serving_of
 from tasks.rivals import Rival, Serving, best_of, rivals_of
 
@@ -121,12 +121,12 @@ class Run:
         self.registry = Registry(root)
         self.backbone = self.make_backbone("toy", "bb")
         teacher = self.make("teacher", {"shard-0.parquet": "logits"}, {"backbone": self.backbone.digest()})
-        heads_files = {
+        self.heads_files = {
             "heads/heads.safetensors": save({"weight": torch.ones(1)}),
             "heads/config.json": HEADS.model_dump_json(),
             "curve.json": "not published",
         }
-        self.heads = self.make("heads", heads_files, {"teacher": teacher.digest("shard-0.parquet")})
+        self.heads = self.make("heads", self.heads_files, {"teacher": teacher.digest("shard-0.parquet")})
         self.ranks = self.make("ranks", {"ranks.parquet": ranks_file()}, {"heads": self.heads.key})
         self.latency = self.make("latency", {"latency.json": "{}"}, {})
         trees = {"portfolio.json": json.dumps(PORTFOLIO), "notes.json": "{}"}
@@ -165,7 +165,7 @@ class Run:
             tree=self.tree,
             benchmark=self.make("benchmark", files, {"tree": self.tree.digest()}, key),
             run_config={"name": "toy", "heads": {"num_heads": 4}},
-            rivals=[Rival(role, report[role]["version"], "", "") for role in roles],
+            rivals=[Rival(role, report[role]["version"], "", "", "", same_data=True) for role in roles],
         )
 
     @property
@@ -217,6 +217,27 @@ def test_small_losses_add_up_to_a_rival(tmp_path: Path) -> None:
     # One that is faster than ever becomes the best, and is met once.
     run.publish(against(1.2, 1.1, 1.3, "toy/3") | {"best": {"version": "toy/1", "ratio": ratio_of(1.15)}}, "d")
     assert [r.version for r in rivals_of(run.registry, "toy", run.serving, run.heads, run.tree_of("new"))] == ["toy/4"]
+
+
+def test_heads_of_another_kind_from_the_same_data_compete(tmp_path: Path) -> None:
+    """Catches kinds compared that learnt from different text, a second run of a version that competes already, and a
+    candidate that meets its own kind in this role."""
+    run = Run(tmp_path)
+    run.publish({"lossless": LOSSLESS, "heads": {"kind": "hydra"}}, "a")
+    run.publish(against(1.2, 1.1, 1.3, "toy/1") | {"heads": {"kind": "medusa"}}, "b")
+    rivals = rivals_of(run.registry, "toy", run.serving, run.heads, run.tree_of("new"))
+    assert [(r.role, r.version, r.same_data) for r in rivals] == [
+        (CHAMPION, "toy/2", True),
+        (OTHER_KIND, "toy/1", True),
+    ]
+    assert json.loads(Path(rivals[1].report).read_text())["heads"] == {"kind": "hydra"}
+    # Where the other kind is the champion it competes as that, once.
+    run.publish(against(1.2, 1.1, 1.3, "toy/2") | {"heads": {"kind": "hydra"}}, "c")
+    rivals = rivals_of(run.registry, "toy", run.serving, run.heads, run.tree_of("new"))
+    assert [(r.role, r.version) for r in rivals] == [(CHAMPION, "toy/3")]
+    elsewhere = run.make("heads", run.heads_files, {"teacher": "of other text"}, "elsewhere")
+    rivals = rivals_of(run.registry, "toy", run.serving, elsewhere, run.tree_of("new"))
+    assert [(r.role, r.same_data) for r in rivals] == [(CHAMPION, False)]
 
 
 def ratio_of(value: float) -> dict[str, Any]:

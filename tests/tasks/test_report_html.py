@@ -156,6 +156,29 @@ def test_the_headline_and_the_settings_are_there() -> None:
     assert "includes 1" not in words
 
 
+def test_kinds_of_heads_are_shown_side_by_side() -> None:
+    """Catches a comparison with heads that learnt from other data, and the figures of one under the other's name."""
+    champion = sample()["champion"] | {
+        "same_data": True,
+        "heads": {
+            "kind": "hydra",
+            "block": "mlp",
+            "lm_head": "shared",
+            "parameters": 9_000_000,
+            "top1": [0.377, 0.298],
+        },
+    }
+    report = changed(champion=champion)
+    report["runs"].append(run("champion", 41.5, tokens_per_step=2.04, draft_ms=7.9, verify_ms=50.0, accept_ms=1.0))
+    words = Page(render_report(report)).text
+    assert (
+        "this version medusa, paper, own 20.2M 27.4% 16.3% 10.4% 9.8% 1.87 3.4 ms 32.6 "
+        "smollm2/3 hydra, mlp, shared 9M 37.7% 29.8% 2.04 7.9 ms 41.5 1.04× [0.99, 1.09]"
+    ) in words
+    for other in ({"same_data": False}, {"heads": sample()["heads"]}, {"heads": {}}):
+        assert "side by side" not in Page(render_report(report | {"champion": champion | other})).text
+
+
 def test_nothing_is_fetched() -> None:
     page = render_report(sample())
     assert Page(page).fetched == []
