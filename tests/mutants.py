@@ -173,6 +173,47 @@ MUTANTS = (
         ("tests/tasks/test_joint_objective.py::test_a_shared_projection_learns_with_the_lm_head",),
     ),
     Mutant(
+        "a path gathered from another branch",
+        "medusa_core/drafting.py",
+        "tokens_BN[:, level.paths_MA]",
+        "tokens_BN[:, level.paths_MA.flip(0)]",
+        ("tests/medusa_core/test_path_heads.py::test_a_draft_is_what_the_heads_say_along_every_path",),
+    ),
+    Mutant(
+        "a path that shows a head its own label",
+        "medusa_core/losses.py",
+        "torch.cat([next_P[:, None], labels_PK[:, :-1]], 1)",
+        "labels_PK",
+        (
+            "tests/medusa_core/test_path_heads.py::test_the_path_in_training_is_the_tokens_that_came",
+            "tests/medusa_core/test_calibration.py::test_the_walk_is_what_the_engine_measures",
+        ),
+    ),
+    Mutant(
+        "children judged by what another parent's came from",
+        "medusa_core/acceptance.py",
+        "draft.group_N[node_B]",
+        "draft.group_N[node_B].clamp(max=1)",
+        (
+            "tests/medusa_core/test_acceptance_exact.py::"
+            "test_rejection_sampling_is_exact_where_drafts_see_the_path[False]",
+        ),
+    ),
+    Mutant(
+        "a change of low rank that learns half",
+        "medusa_core/losses.py",
+        "grad_low_KPR[head, rows] = grad_low @ up_KCR[head]",
+        "grad_low_KPR[head, rows] = grad_low @ up_KCR[0]",
+        ("tests/medusa_core/test_losses.py::test_a_change_of_low_rank_is_the_plain_one",),
+    ),
+    Mutant(
+        "kinds compared that learnt from other data",
+        "tasks/rivals.py",
+        "        and version.tags.get(TRAINED_ON) == data\n",
+        "",
+        ("tests/tasks/test_publish.py::test_heads_of_another_kind_from_the_same_data_compete",),
+    ),
+    Mutant(
         "the second word of ancestors left out",
         "kernels/tree_attention.py",
         "word = tl.where(at < 64, word0[:, None], word1[:, None])",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 
 from flows.config import load_config
 from flows.stages import stages_of
-from tests.flows.conftest import medusa_here, run_medusa
+from tests.flows.conftest import borrow, medusa_here, run_medusa
 
 ToyRun = tuple[Path, Path, dict[str, Any], str]
 
@@ -86,6 +87,32 @@ def test_the_same_run_again_does_nothing_but_report(toy_run: ToyRun) -> None:
     assert report["registry"]["version"] == 1
     assert report["runs"] == first["runs"]
     assert Path(report["directory"]).name == (root / "runs" / "latest").resolve().name
+
+
+def test_heads_of_another_kind_from_the_same_data_are_compared_with_the_champion(
+    toy_run: ToyRun, tmp_path: Path
+) -> None:
+    """Catches a stage that doesn't know what a path is, distilled text made anew for it, and kinds not compared."""
+    borrowed, config, _, _ = toy_run
+    root = borrow(borrowed, tmp_path / "root", "backbone", "prompts", "distill", "teacher")
+    shutil.copytree(borrowed / "registry", root / "registry")
+    kind = ("heads.kind=hydra", "heads.block=mlp", "heads.lm_head=low_rank", "heads.rank=8", "train.epochs=4")
+    settings = [part for each in kind for part in ("--set", each)]
+    done = medusa_here("run", "--config", config, "--root", root, *settings, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    cached = {stage["name"]: stage["cached"] for stage in report["stages"]}
+    assert cached["distill"] and cached["teacher"] and not cached["train-medusa1"]
+    assert (report["heads"]["kind"], report["champion"]["heads"]["kind"]) == ("hydra", "medusa")
+    assert report["champion"]["same_data"] is True
+    assert report["lossless"]["mismatched_prompts"] == 0 and report["lossless"]["tokens"] > 100
+    (medusa,) = (run for run in report["runs"] if run["engine"] == "medusa")
+    assert medusa["tokens_per_step"] > 1.5
+    assert "Kinds of heads side by side" in Path(report["directory"], "report.html").read_text()
+    shown = medusa_here("registry", "show", "toy/2", "--root", root, "--json")
+    tags = json.loads(shown.stdout)["tags"]
+    assert (tags["heads"], tags["heads_block"], tags["heads_lm_head"]) == ("hydra", "mlp", "low_rank")
+    assert "these heads serve from this engine only: heads.kind hydra" in done.stderr
 
 
 def test_another_tree_budget_redoes_only_what_it_changes(toy_run: ToyRun) -> None:

@@ -231,13 +231,13 @@ def test_heads_of_another_kind_from_the_same_data_compete(tmp_path: Path) -> Non
         (OTHER_KIND, "toy/1", True),
     ]
     assert json.loads(Path(rivals[1].report).read_text())["heads"] == {"kind": "hydra"}
+    elsewhere = run.make("heads", run.heads_files, {"teacher": "of other text"}, "elsewhere")
+    rivals = rivals_of(run.registry, "toy", run.serving, elsewhere, run.tree_of("new"))
+    assert [(r.role, r.same_data) for r in rivals] == [(CHAMPION, False)]
     # Where the other kind is the champion it competes as that, once.
     run.publish(against(1.2, 1.1, 1.3, "toy/2") | {"heads": {"kind": "hydra"}}, "c")
     rivals = rivals_of(run.registry, "toy", run.serving, run.heads, run.tree_of("new"))
     assert [(r.role, r.version) for r in rivals] == [(CHAMPION, "toy/3")]
-    elsewhere = run.make("heads", run.heads_files, {"teacher": "of other text"}, "elsewhere")
-    rivals = rivals_of(run.registry, "toy", run.serving, elsewhere, run.tree_of("new"))
-    assert [(r.role, r.same_data) for r in rivals] == [(CHAMPION, False)]
 
 
 def ratio_of(value: float) -> dict[str, Any]:
